@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// bindings.h: how a room adds its functions to the Python module without a central list.
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+namespace mgpu {
+
+using Binder = void (*)(pybind11::module_&);
+
+// Called at load time by MGPU_BINDINGS; module.cpp runs all of them when Python imports the module.
+bool add_binder(Binder binder);
+
+}  // namespace mgpu
+
+// In a bindings_*.cpp: MGPU_BINDINGS(render) { m.def("splat_forward", ...); }
+#define MGPU_BINDINGS(room)                                                              \
+  static void bind_##room(pybind11::module_& m);                                         \
+  [[maybe_unused]] static const bool bound_##room = ::mgpu::add_binder(&bind_##room);    \
+  static void bind_##room(pybind11::module_& m)

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// mesh.h: the ordered list of shards that make up the aggregate device, and the equal split of rows over them.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace mgpu {
+
+// One member of the aggregate device.
+struct Shard {
+  int index;         // position in the mesh, 0 is the lead shard
+  std::string name;  // "cpu:2"
+};
+
+// Half-open range of rows (or bytes, tiles, ...).
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const { return end - begin; }
+  bool empty() const { return end <= begin; }
+};
+
+class Mesh {
+ public:
+  int size() const { return static_cast<int>(shards_.size()); }
+  const Shard& operator[](int index) const { return shards_[static_cast<size_t>(index)]; }
+  const std::vector<Shard>& shards() const { return shards_; }
+
+ private:
+  friend void set_mesh(const std::vector<std::string>& names);
+  std::vector<Shard> shards_;
+};
+
+// The mesh of this process. One shard, "cpu:0", until set_mesh is called.
+const Mesh& mesh();
+
+// Called once, by ns_mgpu_splat.init(), before any tensor exists. Throws std::invalid_argument on an empty list.
+void set_mesh(const std::vector<std::string>& names);
+
+// Part `shard` of `count` items cut into `shards` equal contiguous chunks; the last ones may be short or empty.
+inline RowRange equal_chunk(int64_t count, int shard, int shards) {
+  const int64_t chunk = (count + shards - 1) / shards;
+  const int64_t begin = chunk * shard < count ? chunk * shard : count;
+  return {begin, begin + chunk < count ? begin + chunk : count};
+}
+
+}  // namespace mgpu
