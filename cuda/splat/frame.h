@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// frame.h: everything a forward pass leaves behind, laid out in one place. Owner of each array in its comment.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "math/view.h"
+#include "memory/buffer.h"
+#include "mesh/mesh.h"
+#include "splat/columns.h"
+
+namespace mgpu::splat {
+
+struct RenderSettings {
+  bool antialiased = false;
+  int sh_degree = 3;
+  bool wanted_depth = true;
+  float background[3] = {0.f, 0.f, 0.f};
+
+  int sh_count() const { return (sh_degree + 1) * (sh_degree + 1); }
+};
+
+// What is left of a visible Gaussian after projection.
+struct Record {
+  float mean2d[2];        // pixels
+  float conic[3];         // inverse of the dilated 2D covariance: xx, xy, yy
+  float opacity;          // after antialiasing's compensation
+  float rgb[3];
+  float depth;            // z in the camera
+  uint16_t tile_rect[4];  // x0, y0, x1, y1 (exclusive), in tiles
+};
+static_assert(sizeof(Record) == 48);
+
+// dL/d(record), and the sum over pixels of |dL/dmean2d| (absgrad).
+struct RecordGrad {
+  float mean2d[2];
+  float conic[3];
+  float opacity;
+  float rgb[3];
+  float depth;
+  float abs_mean2d[2];
+};
+static_assert(sizeof(RecordGrad) == 48);
+
+// Records of one shard's rows, at home, ordered by (view, row).
+struct ShardRecords {
+  Buffer<int64_t> row;            // home
+  Buffer<int32_t> view;           // home
+  Buffer<Record> record;          // home
+  Buffer<RecordGrad> grad;        // home; filled by the return stage, empty before
+  int64_t count = 0;
+  std::vector<int64_t> view_begin;  // [views + 1], into the arrays above
+};
+
+// One home's parcel for one owner: the records that touch the owner's tiles, still ordered by (view, row).
+struct Parcel {
+  Buffer<Record> record;              // exchange
+  Buffer<RecordGrad> grad;            // exchange; on the way back
+  Buffer<int64_t> record_from_parcel;  // home
+  std::vector<int64_t> view_begin;    // [views + 1]
+  int64_t count = 0;
+};
+
+// One entry of a tile's list. Gradient slot of the pair: slot_begin[record] + ordinal.
+struct TileEntry {
+  int32_t record;   // among the records this owner received
+  int32_t ordinal;  // which of the record's tiles (within the owner's range) this is
+};
+
+// One shard as owner of a range of tiles.
+struct TileOwner {
+  RowRange tiles;                  // among the tiles of all views
+  std::vector<int64_t> peer_begin;  // [shards + 1]: received records by home, in row order
+  Buffer<Record> record;           // owner; received
+  Buffer<int32_t> view;            // owner
+  Buffer<float> half_extent;       // owner; [records, 2] pixels, where alpha can reach 1/255
+  Buffer<int64_t> slot_begin;      // owner; [records + 1]
+  Buffer<TileEntry> entry;         // owner; tile by tile, front to back
+  Buffer<int64_t> tile_begin;      // owner; [tiles + 1], into entry
+  Buffer<float> transmittance;     // owner; [tiles, 256] after the last contribution
+  Buffer<int32_t> contributors;    // owner; [tiles, 256] 1 + position in the tile's list of the last contribution
+  Buffer<float> pixels;            // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
+  Buffer<RecordGrad> slot_grad;    // owner; [intersections], during backward only
+};
+
+struct Frame {
+  std::vector<View> views;
+  RenderSettings settings;
+  SplatColumns columns{};
+  AdamState state{};                      // all null: no replay
+  AdamHistory history{};
+  bool replays = false;                   // state and history are set
+  std::shared_ptr<const void> keep_alive;  // whoever owns what columns, state and history point to
+  std::vector<RowRange> homes;            // [shards], ascending
+  std::vector<ShardRecords> shards;       // [shards]
+  std::vector<std::vector<Parcel>> parcels;  // [home][owner]
+  std::vector<TileOwner> owners;          // [shards]
+
+  const AdamState* state_or_null() const { return replays ? &state : nullptr; }
+  const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }
+  int64_t tile_count() const { return views.empty() ? 0 : views.back().tile_begin + views.back().tile_count(); }
+};
+
+}  // namespace mgpu::splat
