@@ -4,11 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define HOST_DEVICE __attribute__((always_inline))
-#endif
+#include "math/host_device.h"
 
 namespace mgpu::math {
 
