@@ -22,14 +22,20 @@ struct AdamState {
   int32_t* last_step;  // last_step[row]: steps already applied to the row
 };
 
-// Steps base+1 .. now; arrays of length now - base, index j - base - 1.
+// Steps base+1 .. now; made and kept by History (splat/history.h). Arrays per step have length now - base, index
+// j - base - 1; arrays per last step l = base .. now have one more, index l - base.
 struct AdamHistory {
   int64_t base, now;
   double beta1, beta2;
   float eps;
   const float* step_size[kColumns];  // lr_j / (1 - beta1^j)
   const float* inv_sqrt_bc2;         // 1 / sqrt(1 - beta2^j)
-  const float* noise_var;  // prefix sums of the squared MCMC noise scale, length now - base + 1; null: no noise
+  const float* drift[kColumns];      // by l: what the steps after l sum to (math/adam.h: D)
+  const float* drift_eps[kColumns];  // by l: its correction for eps (E)
+  float max_step_size[kColumns];     // of the steps held
+  const float* beta1_power;          // beta1^k, k = 0 .. now - base
+  const float* beta2_power;          // beta2^k
+  const float* noise_var;  // prefix sums of the squared MCMC noise scale, by l; null: no noise
   uint64_t seed;
 };
 

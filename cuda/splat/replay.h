@@ -1,27 +1,91 @@
 // SPDX-License-Identifier: Apache-2.0
-// replay.h: read a row of the table as it is after the optimizer's latest step, in registers.
-// First version: plain loads (no missed steps).
+// replay.h: read a row of the table as dense Adam has it after the latest step, in registers: the steps that
+// the row missed (zero gradient) are taken while it is loaded (math/adam.h). The step and flush stages write
+// the result back.
 #pragma once
+#include <cmath>
+
+#include "math/adam.h"
+#include "math/random.h"
 #include "math/vec.h"
 #include "splat/columns.h"
 
 namespace mgpu::splat {
 
-HOST_DEVICE inline void replay_geometry(const SplatColumns& columns, const AdamState* /*state*/,
-                                        const AdamHistory* /*history*/, int64_t row, float mean[3], float quat[4],
+HOST_DEVICE inline math::MissedSteps missed_steps(const AdamHistory& history, int column, int64_t last_step) {
+  const int64_t index = last_step - history.base;
+  const int64_t count = history.now - last_step;
+  math::MissedSteps missed;
+  missed.count = count;
+  missed.drift = history.drift[column][index];
+  missed.drift_eps = history.drift_eps[column][index];
+  missed.beta1_power = history.beta1_power[count];
+  missed.beta2_power = history.beta2_power[count];
+  missed.closed_from = math::closed_form_from(history.eps, missed.beta2_power);
+  missed.step_size = history.step_size[column] + index;
+  missed.inv_sqrt_bc2 = history.inv_sqrt_bc2 + index;
+  missed.max_step_size = history.max_step_size[column];
+  return missed;
+}
+
+// The noise of all steps after `last_step` as one draw with the summed variance, keyed by the latest step.
+HOST_DEVICE inline void replay_noise(const AdamHistory& history, int64_t last_step, int64_t row,
+                                     const float quat[4], const float log_scale[3], float opacity_logit,
+                                     float mean[3]) {
+  if (!history.noise_var) return;
+  const float variance =
+      history.noise_var[history.now - history.base] - history.noise_var[last_step - history.base];
+  if (!(variance > 0.0f)) return;
+  const math::Random4 random = math::draw(history.seed, math::Stream::kNoise, history.now, row);
+  math::add_mcmc_noise(random, std::sqrt(variance), quat, log_scale, opacity_logit, mean);
+}
+
+// One column of one row, `size` floats at `offset`; the moments are only read.
+HOST_DEVICE inline void replay_column(const AdamState& state, const math::AdamConstants& constants,
+                                      const AdamHistory& history, int column, int64_t last_step,
+                                      int64_t offset, int size, float* parameter) {
+  constexpr int kPiece = 16;
+  const math::MissedSteps missed = missed_steps(history, column, last_step);
+  float exp_avg[kPiece], exp_avg_sq[kPiece];
+  for (int begin = 0; begin < size; begin += kPiece) {
+    const int piece = size - begin < kPiece ? size - begin : kPiece;
+    for (int i = 0; i < piece; ++i) exp_avg[i] = state.exp_avg[column][offset + begin + i];
+    for (int i = 0; i < piece; ++i) exp_avg_sq[i] = state.exp_avg_sq[column][offset + begin + i];
+    math::replay_missed(constants, missed, piece, parameter + begin, exp_avg, exp_avg_sq);
+  }
+}
+
+// Mean, quaternion, log scales and opacity logit of a row. Null state or history: as stored.
+HOST_DEVICE inline void replay_geometry(const SplatColumns& columns, const AdamState* state,
+                                        const AdamHistory* history, int64_t row, float mean[3], float quat[4],
                                         float log_scale[3], float& opacity_logit) {
   for (int i = 0; i < 3; ++i) mean[i] = columns.means[3 * row + i];
   for (int i = 0; i < 4; ++i) quat[i] = columns.quats[4 * row + i];
   for (int i = 0; i < 3; ++i) log_scale[i] = columns.scales[3 * row + i];
   opacity_logit = columns.opacities[row];
+  if (!state || !history || state->last_step[row] >= history->now) return;
+  const int64_t last = state->last_step[row];
+  const math::AdamConstants constants = math::adam_constants(history->beta1, history->beta2, history->eps);
+  replay_column(*state, constants, *history, 0, last, 3 * row, 3, mean);
+  replay_column(*state, constants, *history, 1, last, 4 * row, 4, quat);
+  replay_column(*state, constants, *history, 2, last, 3 * row, 3, log_scale);
+  replay_column(*state, constants, *history, 3, last, row, 1, &opacity_logit);
+  replay_noise(*history, last, row, quat, log_scale, opacity_logit, mean);
 }
 
-// The first `sh_count` coefficients of the row, [sh_count, 3], the constant one first; sh_count <= 1 + sh_rest.
-HOST_DEVICE inline void replay_sh(const SplatColumns& columns, const AdamState* /*state*/,
-                                  const AdamHistory* /*history*/, int64_t row, int sh_count, float* sh0_and_rest) {
+// The first `sh_count` coefficients of the row, [sh_count, 3], the constant one first; sh_count <= 1 +
+// sh_rest.
+HOST_DEVICE inline void replay_sh(const SplatColumns& columns, const AdamState* state,
+                                  const AdamHistory* history, int64_t row, int sh_count,
+                                  float* sh0_and_rest) {
+  const int64_t rest_offset = row * columns.sh_rest * 3;
   for (int i = 0; i < 3; ++i) sh0_and_rest[i] = columns.sh0[3 * row + i];
-  const float* rest = columns.shN + row * columns.sh_rest * 3;
-  for (int i = 3; i < 3 * sh_count; ++i) sh0_and_rest[i] = rest[i - 3];
+  for (int i = 3; i < 3 * sh_count; ++i) sh0_and_rest[i] = columns.shN[rest_offset + i - 3];
+  if (!state || !history || state->last_step[row] >= history->now) return;
+  const int64_t last = state->last_step[row];
+  const math::AdamConstants constants = math::adam_constants(history->beta1, history->beta2, history->eps);
+  replay_column(*state, constants, *history, 4, last, 3 * row, 3, sh0_and_rest);
+  replay_column(*state, constants, *history, 5, last, rest_offset, 3 * (sh_count - 1), sh0_and_rest + 3);
 }
 
 }  // namespace mgpu::splat

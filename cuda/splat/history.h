@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// history.h: the optimizer's latest steps (learning rates, bias corrections, noise), from which rows that
+// were not seen catch up. Bounded: the owner flushes all rows and calls clear().
+#pragma once
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "splat/columns.h"
+
+namespace mgpu::splat {
+
+// Steps and tables behind an AdamHistory. Everything is computed in double and stored as float.
+class History {
+ public:
+  // Throws std::invalid_argument unless 0 <= beta1 < 1, 0 < beta2 < 1, eps >= 0 and steps >= 0.
+  History(int64_t steps, double beta1, double beta2, double eps, uint64_t seed);
+
+  // One more step: a learning rate per column, and the scale of the MCMC noise (0: none).
+  void push(const std::array<double, kColumns>& lrs, double noise_scale);
+
+  // What a step number now + 1 with these rates would use; push() is for after it.
+  struct Step {
+    int64_t number;
+    float step_size[kColumns];
+    float inv_sqrt_bc2;
+    float noise_scale;
+  };
+  Step next(const std::array<double, kColumns>& lrs, double noise_scale) const;
+
+  // Forget all steps: every row is up to date with step now().
+  void clear();
+
+  int64_t base() const { return base_; }
+  int64_t now() const { return base_ + static_cast<int64_t>(inv_sqrt_bc2_.size()); }
+  int64_t length() const { return now() - base_; }
+
+  // Pointers into this object; valid until the next push or clear.
+  AdamHistory view() const;
+
+ private:
+  int64_t base_;
+  double beta1_, beta2_, eps_;
+  uint64_t seed_;
+  bool noisy_ = false;
+  std::array<std::vector<double>, kColumns> step_size_exact_;
+  std::array<std::vector<float>, kColumns> step_size_, drift_, drift_eps_;
+  std::array<float, kColumns> max_step_size_{};
+  std::vector<float> inv_sqrt_bc2_, beta1_power_, beta2_power_;
+  std::vector<double> bc2_;  // 1 - beta2^j
+  std::vector<double> noise_sum_;
+  std::vector<float> noise_var_;
+};
+
+}  // namespace mgpu::splat

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// loss.h: fused L1 + D-SSIM of one image, with its gradient.
+//
+//   loss = (1 - ssim_weight) * mean |x - y|  +  ssim_weight * (1 - mean SSIM(x, y))
+//
+// L1 is a mean over all pixels and channels; SSIM (math/ssim.h) over channels and over the centres whose
+// whole window is inside the image ("valid" padding). An image with a side below 11 pixels has no such
+// centre: its loss is L1 alone.
+//
+// Mask: what a masked pixel holds has no influence at all. It is absent from L1, it is no SSIM centre, and in
+// its neighbours' windows the other pixels' weights are scaled up to sum to one.
+#pragma once
+#include <cstdint>
+
+#include "mesh/mesh.h"
+
+namespace mgpu::splat {
+
+// Images are [height, width, 3], contiguous. One of target and target_bytes is set; bytes stand for 0..1 in
+// 255 steps.
+struct LossImages {
+  const float* rgb = nullptr;
+  const float* target = nullptr;
+  const uint8_t* target_bytes = nullptr;
+  const uint8_t* mask = nullptr;  // [height, width], non-zero: the pixel counts; null: all do
+  int64_t height = 0;
+  int64_t width = 0;
+};
+
+struct LossValue {
+  double loss = 0.0;
+  double l1 = 0.0;    // mean absolute difference; 0 if no pixel counts
+  double ssim = 1.0;  // mean SSIM; 1 if no centre counts
+};
+
+// Value and, unless dL_drgb ([height, width, 3]) is null, gradient. Each shard takes a band of rows; the 5 +
+// 5 rows that it needs of its neighbours (5 for the windows of its pixels, 5 more for the windows that these
+// are part of) come through buffers. Sums are taken row by row in double: the same bits on any mesh.
+LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb);
+
+// Rows of the image that a shard works on.
+RowRange loss_band(int64_t height, int shard, int shards);
+
+}  // namespace mgpu::splat

@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: Apache-2.0
+// loss_host.cpp: one pass over the rows of a band. Rows are arrays of 3 * width floats, so a window is eleven
+// taps at distance 3 in a row, and eleven rows; both are the same vector loop. What is alive at a time is
+// eleven rows of each map.
+#pragma GCC optimize("no-trapping-math", \
+                     "no-math-errno")  // so that loops with selects and roots become vectors
+#include "splat/loss.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "math/ssim.h"
+#include "memory/buffer.h"
+#include "mesh/fork_join.h"
+
+namespace mgpu::splat {
+
+namespace {
+
+using math::kSsimRadius;
+using math::kSsimShift;
+using math::kSsimWindow;
+
+constexpr int64_t kChannels = 3;
+constexpr int64_t kHalo = 2 * kSsimRadius;  // rows needed of a neighbour: windows of the windows of my pixels
+constexpr int64_t kPad = kChannels * kSsimRadius;
+constexpr int64_t kSmallestBand = 32;  // rows of a thread's piece; each recomputes the SSIM of 10 rows
+
+// The rows that a shard sees: its own in place, the halo in its buffers.
+class BandRows {
+ public:
+  BandRows(const LossImages& images, RowRange own, int shard)
+      : images_(images),
+        own_(own),
+        above_{std::max<int64_t>(0, own.begin - kHalo), own.begin},
+        below_{own.end, std::min(images.height, own.end + kHalo)},
+        row_length_(images.width * kChannels) {
+    if (own.empty()) above_ = below_ = {0, 0};
+    const int64_t rows = above_.size() + below_.size();
+    rgb_ = Buffer<float>(rows * row_length_, shard);
+    if (images.target_bytes)
+      target_bytes_ = Buffer<uint8_t>(rows * row_length_, shard);
+    else
+      target_ = Buffer<float>(rows * row_length_, shard);
+    if (images.mask) mask_ = Buffer<uint8_t>(rows * images.width, shard);
+  }
+
+  // Copies the halo out of the neighbours' rows.
+  void pull() {
+    for (const RowRange part : {above_, below_}) {
+      if (part.empty()) continue;
+      const int64_t slot = slot_of(part.begin);
+      copy_rows(rgb_, images_.rgb, part, slot, row_length_);
+      copy_rows(target_, images_.target, part, slot, row_length_);
+      copy_rows(target_bytes_, images_.target_bytes, part, slot, row_length_);
+      copy_rows(mask_, images_.mask, part, slot, images_.width);
+    }
+  }
+
+  const float* rgb(int64_t row) const { return find(rgb_, images_.rgb, row, row_length_); }
+  const float* target(int64_t row) const { return find(target_, images_.target, row, row_length_); }
+  const uint8_t* target_bytes(int64_t row) const {
+    return find(target_bytes_, images_.target_bytes, row, row_length_);
+  }
+  const uint8_t* mask(int64_t row) const { return find(mask_, images_.mask, row, images_.width); }
+
+ private:
+  int64_t slot_of(int64_t row) const {
+    return row < own_.begin ? row - above_.begin : above_.size() + row - below_.begin;
+  }
+  template <typename T>
+  static void copy_rows(Buffer<T>& to, const T* from, RowRange rows, int64_t slot, int64_t length) {
+    if (from)
+      std::memcpy(to.data() + slot * length, from + rows.begin * length,
+                  static_cast<size_t>(rows.size() * length) * sizeof(T));
+  }
+  template <typename T>
+  const T* find(const Buffer<T>& halo, const T* whole, int64_t row, int64_t length) const {
+    return row >= own_.begin && row < own_.end ? whole + row * length : halo.data() + slot_of(row) * length;
+  }
+
+  LossImages images_;
+  RowRange own_, above_, below_;
+  int64_t row_length_;
+  Buffer<float> rgb_, target_;
+  Buffer<uint8_t> target_bytes_, mask_;
+};
+
+// Per-row sums of the whole image, later added up in order of rows.
+struct RowSums {
+  std::vector<double> l1, ssim;
+  std::vector<int64_t> pixels, centres;  // that count
+};
+
+// out[i] = sum over k of weight[k] * tap[k][i]. Eleven rows make a vertical window, eleven shifts a
+// horizontal one.
+inline void window_sum(const std::array<const float*, kSsimWindow>& tap, int64_t count, float* out) {
+  const float w0 = math::kSsimWeight[0], w1 = math::kSsimWeight[1], w2 = math::kSsimWeight[2];
+  const float w3 = math::kSsimWeight[3], w4 = math::kSsimWeight[4], w5 = math::kSsimWeight[5];
+  const float *a = tap[0], *b = tap[1], *c = tap[2], *d = tap[3], *e = tap[4], *f = tap[5];
+  const float *g = tap[6], *h = tap[7], *p = tap[8], *q = tap[9], *r = tap[10];
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = w5 * f[i] + w4 * (e[i] + g[i]) + w3 * (d[i] + h[i]) + w2 * (c[i] + p[i]) + w1 * (b[i] + q[i]) +
+             w0 * (a[i] + r[i]);
+  }
+}
+
+// Horizontal window around in[i], i = 0..count-1; reads in[-kPad .. count + kPad - 1].
+inline void window_sum_along(const float* in, int64_t count, float* out) {
+  std::array<const float*, kSsimWindow> tap;
+  for (int k = 0; k < kSsimWindow; ++k) tap[static_cast<size_t>(k)] = in + kChannels * (k - kSsimRadius);
+  window_sum(tap, count, out);
+}
+
+// Sum in double with eight running sums: a fixed order that vectorises.
+inline double ordered_sum(const float* values, int64_t count) {
+  double partial[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    for (int lane = 0; lane < 8; ++lane) partial[lane] += values[i + lane];
+  }
+  for (; i < count; ++i) partial[i & 7] += values[i];
+  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+}
+
+// Eleven rows of a map, by row number modulo eleven.
+class RowRing {
+ public:
+  RowRing() = default;
+  RowRing(float* data, int64_t stride) : data_(data), stride_(stride) {}
+  float* row(int64_t number) const { return data_ + (number % kSsimWindow) * stride_; }
+  // The rows of the window around `centre`; rows outside `rows` are `blank`.
+  std::array<const float*, kSsimWindow> around(int64_t centre, RowRange rows, const float* blank) const {
+    std::array<const float*, kSsimWindow> tap;
+    for (int k = 0; k < kSsimWindow; ++k) {
+      const int64_t number = centre + k - kSsimRadius;
+      tap[static_cast<size_t>(k)] = number >= rows.begin && number < rows.end ? row(number) : blank;
+    }
+    return tap;
+  }
+
+ private:
+  float* data_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+struct Scales {
+  float l1;    // (1 - ssim_weight) / (pixels * channels)
+  float ssim;  // -ssim_weight / (centres * channels); 0: no SSIM
+};
+
+template <bool kMasked>
+class BandPass {
+ public:
+  BandPass(const LossImages& images, const BandRows& rows, const Scales& scales, float* dL_drgb,
+           RowSums& sums, int shard)
+      : images_(images),
+        rows_(rows),
+        scales_(scales),
+        dL_drgb_(dL_drgb),
+        sums_(sums),
+        length_(images.width * kChannels),
+        stride_((length_ + 2 * kPad + 31) / 16 * 16),
+        memory_((kRings * kSsimWindow + kLines) * stride_, shard) {
+    std::fill(memory_.begin(), memory_.end(), 0.0f);
+    float* next = memory_.data();
+    for (RowRing* ring : {&x_, &y_, &squares_, &product_, &weight_, &by_mean_, &by_square_, &by_product_}) {
+      *ring = RowRing(next, stride_);
+      next += kSsimWindow * stride_;
+    }
+    for (float** line :
+         {&blank_, &column_, &mean_x_, &mean_y_, &mean_squares_, &mean_product_, &mean_weight_, &value_,
+          &d_mean_, &d_square_, &d_product_, &sum_mean_, &sum_square_, &sum_product_, &target_, &keep_}) {
+      *line = next;
+      next += stride_;
+    }
+    d_mean_ += kPad;  // zeros on both sides stand for centres outside the image
+    d_square_ += kPad;
+    d_product_ += kPad;
+  }
+
+  // Gradient of the pixel rows `own`, sums of the pixels and centres in them.
+  void run(RowRange own) {
+    const bool with_ssim = scales_.ssim != 0.0f;
+    const RowRange valid{kSsimRadius, images_.height - kSsimRadius};
+    const RowRange centres{std::max(valid.begin, own.begin - kSsimRadius),
+                           std::min(valid.end, own.end + kSsimRadius)};
+    int64_t loaded = centres.begin - kSsimRadius;
+    int64_t done = centres.begin;
+    for (int64_t row = own.begin; row < own.end; ++row) {
+      if (with_ssim) {
+        for (const int64_t last = std::min(centres.end, row + kSsimRadius + 1); done < last; ++done) {
+          for (; loaded <= done + kSsimRadius; ++loaded) load(loaded);
+          centre_row(done, done >= own.begin && done < own.end);
+        }
+      }
+      pixel_row(row, with_ssim, centres);
+    }
+  }
+
+ private:
+  static constexpr int64_t kRings = 8, kLines = 16;
+
+  void read_target(int64_t row, float* out) const {
+    if (images_.target_bytes) {
+      const uint8_t* bytes = rows_.target_bytes(row);
+      for (int64_t i = 0; i < length_; ++i) out[i] = static_cast<float>(bytes[i]) / 255.0f;
+    } else {
+      std::memcpy(out, rows_.target(row), static_cast<size_t>(length_) * sizeof(float));
+    }
+  }
+
+  void read_keep(int64_t row, float* out) const {
+    const uint8_t* mask = rows_.mask(row);
+    for (int64_t pixel = 0; pixel < images_.width; ++pixel) {
+      const float keep = mask[pixel] ? 1.0f : 0.0f;
+      for (int64_t channel = 0; channel < kChannels; ++channel) out[pixel * kChannels + channel] = keep;
+    }
+  }
+
+  // The shifted values of one row and their products; a masked pixel is zero even where it holds a NaN.
+  void load(int64_t row) {
+    const float* rgb = rows_.rgb(row);
+    float *x = x_.row(row), *y = y_.row(row), *squares = squares_.row(row), *product = product_.row(row);
+    read_target(row, y);
+    if constexpr (kMasked) {
+      float* weight = weight_.row(row);
+      read_keep(row, weight);
+#pragma GCC ivdep
+      for (int64_t i = 0; i < length_; ++i) {
+        x[i] = weight[i] != 0.0f ? rgb[i] - kSsimShift : 0.0f;
+        y[i] = weight[i] != 0.0f ? y[i] - kSsimShift : 0.0f;
+      }
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < length_; ++i) {
+        x[i] = rgb[i] - kSsimShift;
+        y[i] -= kSsimShift;
+      }
+    }
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length_; ++i) {
+      squares[i] = x[i] * x[i] + y[i] * y[i];
+      product[i] = x[i] * y[i];
+    }
+  }
+
+  // SSIM and its derivatives at the centres of one row, the latter spread along the row.
+  void centre_row(int64_t row, bool count) {
+    const int64_t inner = length_ - 2 * kPad;
+    const RowRange all{0, images_.height};
+    auto window_mean = [&](const RowRing& ring, float* mean) {
+      window_sum(ring.around(row, all, blank_), length_, column_);
+      window_sum_along(column_ + kPad, inner, mean + kPad);
+    };
+    window_mean(x_, mean_x_);
+    window_mean(y_, mean_y_);
+    window_mean(squares_, mean_squares_);
+    window_mean(product_, mean_product_);
+    const float* keep = nullptr;
+    if constexpr (kMasked) {
+      window_mean(weight_, mean_weight_);
+      keep = weight_.row(row);
+    }
+#pragma GCC ivdep
+    for (int64_t i = kPad; i < kPad + inner; ++i) {
+      math::SsimDerivative derivative;
+      if constexpr (kMasked) {
+        const float scale = keep[i] / (mean_weight_[i] + 1.0f - keep[i]);  // 0 where masked
+        const float value = math::ssim(mean_x_[i] * scale, mean_y_[i] * scale, mean_squares_[i] * scale,
+                                       mean_product_[i] * scale, derivative);
+        value_[i] = keep[i] * value;
+        d_mean_[i] = derivative.by_mean * scale;
+        d_square_[i] = derivative.by_square * scale;
+        d_product_[i] = derivative.by_product * scale;
+      } else {
+        value_[i] = math::ssim(mean_x_[i], mean_y_[i], mean_squares_[i], mean_product_[i], derivative);
+        d_mean_[i] = derivative.by_mean;
+        d_square_[i] = derivative.by_square;
+        d_product_[i] = derivative.by_product;
+      }
+    }
+    if (count) sums_.ssim[static_cast<size_t>(row)] = ordered_sum(value_ + kPad, inner);
+    if (!dL_drgb_) return;
+    window_sum_along(d_mean_, length_, by_mean_.row(row));
+    window_sum_along(d_square_, length_, by_square_.row(row));
+    window_sum_along(d_product_, length_, by_product_.row(row));
+  }
+
+  // L1 and the gradient of one row of pixels, from the centres of eleven rows.
+  void pixel_row(int64_t row, bool with_ssim, RowRange centres) {
+    const float* rgb = rows_.rgb(row);
+    read_target(row, target_);
+    if constexpr (kMasked) read_keep(row, keep_);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length_; ++i) {
+      const float difference = rgb[i] - target_[i];
+      value_[i] = !kMasked || keep_[i] != 0.0f ? std::fabs(difference) : 0.0f;
+    }
+    sums_.l1[static_cast<size_t>(row)] = ordered_sum(value_, length_);
+    if (!dL_drgb_) return;
+    float* out = dL_drgb_ + row * length_;
+    const float l1 = scales_.l1;
+    if (!with_ssim) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < length_; ++i) {
+        const float sign = static_cast<float>(rgb[i] > target_[i]) - static_cast<float>(rgb[i] < target_[i]);
+        out[i] = !kMasked || keep_[i] != 0.0f ? l1 * sign : 0.0f;
+      }
+      return;
+    }
+    window_sum(by_mean_.around(row, centres, blank_), length_, sum_mean_);
+    window_sum(by_square_.around(row, centres, blank_), length_, sum_square_);
+    window_sum(by_product_.around(row, centres, blank_), length_, sum_product_);
+    const float scale = scales_.ssim;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length_; ++i) {
+      const float sign = static_cast<float>(rgb[i] > target_[i]) - static_cast<float>(rgb[i] < target_[i]);
+      const float x = rgb[i] - kSsimShift, y = target_[i] - kSsimShift;
+      const float gradient =
+          l1 * sign + scale * (sum_mean_[i] + 2.0f * x * sum_square_[i] + y * sum_product_[i]);
+      out[i] = !kMasked || keep_[i] != 0.0f ? gradient : 0.0f;
+    }
+  }
+
+  const LossImages& images_;
+  const BandRows& rows_;
+  const Scales scales_;
+  float* dL_drgb_;
+  RowSums& sums_;
+  int64_t length_, stride_;
+  Buffer<float> memory_;
+  RowRing x_, y_, squares_, product_, weight_, by_mean_, by_square_, by_product_;
+  float *blank_, *column_, *mean_x_, *mean_y_, *mean_squares_, *mean_product_, *mean_weight_, *value_;
+  float *d_mean_, *d_square_, *d_product_, *sum_mean_, *sum_square_, *sum_product_, *target_, *keep_;
+};
+
+// How many pixels and SSIM centres of a row count.
+void count_row(const LossImages& images, bool any_centre, int64_t row, RowSums& sums) {
+  const int64_t width = images.width;
+  const bool centre_row = any_centre && row >= kSsimRadius && row < images.height - kSsimRadius;
+  int64_t pixels = width, centres = centre_row ? width - 2 * kSsimRadius : 0;
+  if (images.mask) {
+    const uint8_t* mask = images.mask + row * width;
+    pixels = centres = 0;
+    for (int64_t pixel = 0; pixel < width; ++pixel) {
+      const bool kept = mask[pixel] != 0;
+      pixels += kept;
+      centres += kept && centre_row && pixel >= kSsimRadius && pixel < width - kSsimRadius;
+    }
+  }
+  sums.pixels[static_cast<size_t>(row)] = pixels;
+  sums.centres[static_cast<size_t>(row)] = centres;
+}
+
+template <typename T>
+T in_order(const std::vector<T>& rows) {
+  T sum{};
+  for (const T value : rows) sum += value;
+  return sum;
+}
+
+}  // namespace
+
+RowRange loss_band(int64_t height, int shard, int shards) { return equal_chunk(height, shard, shards); }
+
+LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
+  const int shards = mesh().size();
+  const bool any_centre = images.height >= kSsimWindow && images.width >= kSsimWindow && ssim_weight != 0.0f;
+  RowSums sums;
+  sums.l1.assign(static_cast<size_t>(images.height), 0.0);
+  sums.ssim = sums.l1;
+  sums.pixels.assign(static_cast<size_t>(images.height), 0);
+  sums.centres = sums.pixels;
+  if (images.height == 0 || images.width == 0) return {};
+
+  std::vector<BandRows> bands;
+  for (const Shard& shard : mesh().shards()) {
+    bands.emplace_back(images, loss_band(images.height, shard.index, shards), shard.index);
+  }
+  for_each_shard(
+      "loss halo exchange", [&](const Shard& shard) { bands[static_cast<size_t>(shard.index)].pull(); },
+      Access::kExchange);
+  for_each_shard("loss count", [&](const Shard& shard) {
+    const RowRange band = loss_band(images.height, shard.index, shards);
+    for (int64_t row = band.begin; row < band.end; ++row) count_row(images, any_centre, row, sums);
+  });
+
+  const int64_t pixels = in_order(sums.pixels) * kChannels, centres = in_order(sums.centres) * kChannels;
+  const double l1_share = centres > 0 ? 1.0 - static_cast<double>(ssim_weight) : 1.0;
+  const Scales scales{
+      pixels > 0 ? static_cast<float>(l1_share / static_cast<double>(pixels)) : 0.0f,
+      centres > 0 ? static_cast<float>(-static_cast<double>(ssim_weight) / static_cast<double>(centres))
+                  : 0.0f};
+  for_each_shard("loss", [&](const Shard& shard) {
+    const RowRange band = loss_band(images.height, shard.index, shards);
+    const int64_t grain = std::max(kSmallestBand, (band.size() + num_threads() - 1) / num_threads());
+    parallel_for(band.size(), grain, [&](int64_t begin, int64_t end) {
+      const RowRange own{band.begin + begin, band.begin + end};
+      const BandRows& rows = bands[static_cast<size_t>(shard.index)];
+      if (images.mask)
+        BandPass<true>(images, rows, scales, dL_drgb, sums, shard.index).run(own);
+      else
+        BandPass<false>(images, rows, scales, dL_drgb, sums, shard.index).run(own);
+    });
+  });
+
+  LossValue value;
+  if (pixels > 0) value.l1 = in_order(sums.l1) / static_cast<double>(pixels);
+  if (centres > 0) value.ssim = in_order(sums.ssim) / static_cast<double>(centres);
+  value.loss = l1_share * value.l1;
+  if (centres > 0) value.loss += static_cast<double>(ssim_weight) * (1.0 - value.ssim);
+  return value;
+}
+
+}  // namespace mgpu::splat
