@@ -46,7 +46,8 @@ class Buffer {
   // New size; the contents are lost unless it fits in what is there. Grows by at least a half.
   void resize_discard(int64_t count) {
     if (count > capacity_) {
-      const int64_t wanted = capacity_ > 0 && count < capacity_ + capacity_ / 2 ? capacity_ + capacity_ / 2 : count;
+      const int64_t wanted =
+          capacity_ > 0 && count < capacity_ + capacity_ / 2 ? capacity_ + capacity_ / 2 : count;
       free_temporary(data_, capacity_ * static_cast<int64_t>(sizeof(T)), owner_);
       data_ = nullptr;
       capacity_ = size_ = 0;

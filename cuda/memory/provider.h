@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// provider.h: where pages come from. The arena asks a provider and knows nothing of mmap or CUDA.
+#pragma once
+#include <cstdint>
+#include <new>
+#include <string>
+
+namespace mgpu {
+
+// Not enough memory; the text says who asked for how much, and what helps.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+// Reserves address ranges and puts pages of kPageBytes behind them. All addresses and sizes are whole pages.
+// A `place` is a shard's index, or kHostPage. Every shard can read and write every mapped page.
+class PageProvider {
+ public:
+  virtual ~PageProvider() = default;
+  // An address range with nothing behind it. Throws OutOfMemory.
+  virtual void* reserve(int64_t pages) = 0;
+  // Give back a range and what is mapped there.
+  virtual void release(void* base, int64_t pages) noexcept = 0;
+  // Put zeroed pages on `place` behind [at, at + pages). Throws OutOfMemory; then nothing is mapped.
+  virtual void map(void* at, int64_t pages, int place) = 0;
+  // Move pages; contents and address stay. The caller keeps everybody else off them.
+  virtual void move(void* at, int64_t pages, int from, int to) = 0;
+};
+
+// The provider of this process: host memory, as long as there is no other flavour.
+PageProvider& provider();
+
+}  // namespace mgpu
