@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+// step_host.cpp: each shard walks its own rows that were seen, in pieces of the row range.
+#pragma GCC optimize("no-trapping-math", \
+                     "no-math-errno")  // so that loops with selects and roots become vectors
+#include "splat/step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "math/adam.h"
+#include "mesh/fork_join.h"
+#include "splat/project.h"
+#include "splat/replay.h"
+
+namespace mgpu::splat {
+
+namespace {
+
+constexpr int64_t kRowsPerPiece = 4096;
+constexpr int kMaxRowFloats = 11 + 3 * math::kMaxShCount;
+
+// Floats of one row in each column.
+std::array<int, kColumns> column_sizes(const SplatColumns& columns) {
+  return {3, 4, 3, 1, 3, 3 * columns.sh_rest};
+}
+
+std::array<float*, kColumns> column_pointers(const SplatColumns& columns) {
+  return {columns.means, columns.quats, columns.scales, columns.opacities, columns.sh0, columns.shN};
+}
+
+// A row with its moments, in registers (or nearly), from load to store.
+class RowInHand {
+ public:
+  RowInHand(const SplatColumns& columns, const AdamState& state, const AdamHistory& history)
+      : columns_(columns),
+        state_(state),
+        history_(history),
+        constants_(math::adam_constants(history.beta1, history.beta2, history.eps)),
+        pointer_(column_pointers(columns)),
+        size_(column_sizes(columns)),
+        in_hand_{value.mean, value.quat, value.log_scale, &value.opacity_logit, value.sh, value.sh + 3} {}
+
+  // Read the row and take the steps that it missed.
+  void load(int64_t row) {
+    row_ = row;
+    const int64_t last = state_.last_step[row];
+    float* moment = exp_avg_;
+    float* moment_sq = exp_avg_sq_;
+    for (size_t column = 0; column < kColumns; ++column) {
+      const int size = size_[column];
+      const int64_t offset = row * size;
+      std::copy_n(pointer_[column] + offset, size, in_hand_[column]);
+      std::copy_n(state_.exp_avg[column] + offset, size, moment);
+      std::copy_n(state_.exp_avg_sq[column] + offset, size, moment_sq);
+      if (last < history_.now) {
+        const math::MissedSteps missed = missed_steps(history_, static_cast<int>(column), last);
+        math::replay_missed(constants_, missed, size, in_hand_[column], moment, moment_sq);
+      }
+      moment += size;
+      moment_sq += size;
+    }
+    if (last < history_.now) {
+      replay_noise(history_, last, row, value.quat, value.log_scale, value.opacity_logit, value.mean);
+    }
+  }
+
+  // One step with the row's gradient, in the order of the columns.
+  void step(const History::Step& now, const float* gradient) {
+    int begin = 0;
+    for (size_t column = 0; column < kColumns; ++column) {
+      const int size = size_[column];
+      float* parameter = in_hand_[column];
+      for (int i = 0; i < size; ++i) {
+        math::adam_step(constants_, now.step_size[column], now.inv_sqrt_bc2, gradient[begin + i],
+                        parameter[i], exp_avg_[begin + i], exp_avg_sq_[begin + i]);
+      }
+      begin += size;
+    }
+    if (now.noise_scale > 0.0f) {
+      const math::Random4 random = math::draw(history_.seed, math::Stream::kNoise, now.number, row_);
+      math::add_mcmc_noise(random, now.noise_scale, value.quat, value.log_scale, value.opacity_logit,
+                           value.mean);
+    }
+  }
+
+  void store(int64_t last_step) {
+    int begin = 0;
+    for (size_t column = 0; column < kColumns; ++column) {
+      const int size = size_[column];
+      const int64_t offset = row_ * size;
+      std::copy_n(in_hand_[column], size, pointer_[column] + offset);
+      std::copy_n(exp_avg_ + begin, size, state_.exp_avg[column] + offset);
+      std::copy_n(exp_avg_sq_ + begin, size, state_.exp_avg_sq[column] + offset);
+      begin += size;
+    }
+    state_.last_step[row_] = static_cast<int32_t>(last_step);
+  }
+
+  RowValues value;
+
+ private:
+  const SplatColumns& columns_;
+  const AdamState& state_;
+  const AdamHistory& history_;
+  math::AdamConstants constants_;
+  std::array<float*, kColumns> pointer_;
+  std::array<int, kColumns> size_;
+  std::array<float*, kColumns> in_hand_;
+  int64_t row_ = 0;
+  float exp_avg_[kMaxRowFloats], exp_avg_sq_[kMaxRowFloats];
+};
+
+// The records of one view of one frame on one shard: ascending by row.
+struct RecordList {
+  const Frame* frame;
+  const View* view;
+  const int64_t* row;  // [size]
+  const RecordGrad* grad;
+  int64_t size;
+};
+
+std::vector<RecordList> lists_of_shard(const std::vector<const Frame*>& frames, size_t shard) {
+  std::vector<RecordList> lists;
+  for (const Frame* frame : frames) {
+    const ShardRecords& records = frame->shards[shard];
+    for (size_t view = 0; view < frame->views.size(); ++view) {
+      const int64_t begin = records.view_begin[view], end = records.view_begin[view + 1];
+      if (begin == end) continue;
+      lists.push_back(
+          {frame, &frame->views[view], records.row.data() + begin, records.grad.data() + begin, end - begin});
+    }
+  }
+  return lists;
+}
+
+// Walks the rows of `range` that are in any list, ascending: visit(row, entries), an entry being (list,
+// position).
+template <typename Visit>
+void for_each_seen_row(const std::vector<RecordList>& lists, RowRange range, const Visit& visit) {
+  std::vector<int64_t> next(lists.size()), end(lists.size());
+  for (size_t list = 0; list < lists.size(); ++list) {
+    const int64_t* rows = lists[list].row;
+    next[list] = std::lower_bound(rows, rows + lists[list].size, range.begin) - rows;
+    end[list] = std::lower_bound(rows + next[list], rows + lists[list].size, range.end) - rows;
+  }
+  std::vector<std::pair<size_t, int64_t>> entries;
+  for (;;) {
+    int64_t row = range.end;
+    for (size_t list = 0; list < lists.size(); ++list) {
+      if (next[list] < end[list]) row = std::min(row, lists[list].row[next[list]]);
+    }
+    if (row == range.end) return;
+    entries.clear();
+    for (size_t list = 0; list < lists.size(); ++list) {
+      if (next[list] < end[list] && lists[list].row[next[list]] == row)
+        entries.emplace_back(list, next[list]++);
+    }
+    visit(row, entries);
+  }
+}
+
+void check_frames(const std::vector<const Frame*>& frames, const SplatColumns& columns,
+                  const History& history) {
+  for (size_t i = 0; i < frames.size(); ++i) {
+    const Frame& frame = *frames[i];
+    const std::string name = "Frame " + std::to_string(i) + " of the step ";
+    if (frame.columns.means != columns.means || frame.columns.num_rows != columns.num_rows) {
+      throw std::invalid_argument(name + "was rendered from another table, or from this one before it had " +
+                                  std::to_string(columns.num_rows) +
+                                  " rows. Call step() or zero_pending() before the table grows.");
+    }
+    if (!frame.replays || frame.history.now != history.now()) {
+      throw std::invalid_argument(name + "was not rendered with this optimizer at its step " +
+                                  std::to_string(history.now()) +
+                                  ". Render with render(..., optimizer=...) after the latest step().");
+    }
+    for (size_t shard = 0; shard < frame.shards.size(); ++shard) {
+      if (frame.shards[shard].grad.size() < frame.shards[shard].count) {
+        throw std::invalid_argument(name + "has no gradient yet: call backward() on its loss first.");
+      }
+      if (frame.homes[shard].begin != frames[0]->homes[shard].begin ||
+          frame.homes[shard].end != frames[0]->homes[shard].end) {
+        throw std::invalid_argument(name + "was rendered with other homes than frame 0.");
+      }
+    }
+  }
+}
+
+}  // namespace
+
+StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& columns, const AdamState& state,
+                const History& history, const StepSettings& settings) {
+  check_frames(frames, columns, history);
+  StepReport report;
+  if (frames.empty() || columns.num_rows == 0) return report;
+  const AdamHistory missed = history.view();
+  const History::Step now = history.next(settings.lrs, settings.noise_scale);
+  const std::vector<RowRange>& homes = frames[0]->homes;
+  std::vector<std::vector<RecordList>> lists;
+  for (size_t shard = 0; shard < homes.size(); ++shard) lists.push_back(lists_of_shard(frames, shard));
+
+  // Runs work(shard, range, piece) on pieces of each shard's rows.
+  auto for_each_piece = [&](const char* stage, const auto& work) {
+    for_each_shard(stage, [&](const Shard& shard) {
+      const size_t index = static_cast<size_t>(shard.index);
+      const RowRange home = homes[index];
+      if (lists[index].empty()) return;
+      parallel_for(home.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
+        work(index, RowRange{home.begin + begin, home.begin + end},
+             static_cast<size_t>(begin / kRowsPerPiece));
+      });
+    });
+  };
+
+  // The regularisers are means over the rows seen, so these are counted first.
+  struct PieceSums {
+    int64_t rows = 0;
+    double opacity = 0.0, scale = 0.0;
+  };
+  std::vector<std::vector<PieceSums>> sums;
+  for (const RowRange& home : homes) {
+    sums.emplace_back(static_cast<size_t>((home.size() + kRowsPerPiece - 1) / kRowsPerPiece));
+  }
+  for_each_piece("step count", [&](size_t shard, RowRange range, size_t piece) {
+    for_each_seen_row(lists[shard], range, [&](int64_t, const auto&) { ++sums[shard][piece].rows; });
+  });
+  for (const auto& pieces : sums) {
+    for (const PieceSums& piece : pieces) report.rows_seen += piece.rows;
+  }
+  if (report.rows_seen == 0) return report;
+  const double rows_seen = static_cast<double>(report.rows_seen);
+  const float opacity_weight = static_cast<float>(settings.opacity_reg / rows_seen);
+  const float scale_weight = static_cast<float>(settings.scale_reg / (3.0 * rows_seen));
+
+  for_each_piece("step", [&](size_t shard, RowRange range, size_t piece) {
+    RowInHand hand(columns, state, missed);
+    PieceSums& sum = sums[shard][piece];
+    float gradient[kMaxRowFloats];
+    float* dL_dmean = gradient;
+    float* dL_dquat = gradient + 3;
+    float* dL_dlog_scale = gradient + 7;
+    float* dL_dlogit = gradient + 10;
+    float* dL_dsh = gradient + 11;
+    float unused_dL_dviewmat[12] = {};  // the frame's backward has reduced it already
+    for_each_seen_row(lists[shard], range, [&](int64_t row, const auto& entries) {
+      hand.load(row);
+      std::fill(std::begin(gradient), std::end(gradient), 0.0f);
+      for (const auto& [list, position] : entries) {
+        const RecordList& from = lists[shard][list];
+        record_backward(*from.view, from.frame->settings, hand.value, from.grad[position], dL_dmean, dL_dquat,
+                        dL_dlog_scale, *dL_dlogit, dL_dsh, unused_dL_dviewmat);
+      }
+      const float opacity = math::sigmoid(hand.value.opacity_logit);
+      *dL_dlogit += opacity_weight * opacity * (1.0f - opacity);
+      sum.opacity += opacity;
+      for (int axis = 0; axis < 3; ++axis) {
+        const float scale = std::exp(hand.value.log_scale[axis]);
+        dL_dlog_scale[axis] += scale_weight * scale;
+        sum.scale += scale;
+      }
+      hand.step(now, gradient);
+      hand.store(now.number);
+    });
+  });
+  for (const auto& pieces : sums) {
+    for (const PieceSums& piece : pieces) {
+      report.mean_opacity += piece.opacity / rows_seen;
+      report.mean_scale += piece.scale / (3.0 * rows_seen);
+    }
+  }
+  return report;
+}
+
+void flush(const SplatColumns& columns, const AdamState& state, const History& history) {
+  const AdamHistory missed = history.view();
+  const int shards = mesh().size();
+  for_each_shard("flush", [&](const Shard& shard) {
+    const RowRange home = equal_chunk(columns.num_rows, shard.index, shards);
+    parallel_for(home.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
+      RowInHand hand(columns, state, missed);
+      for (int64_t row = home.begin + begin; row < home.begin + end; ++row) {
+        if (state.last_step[row] >= missed.now) continue;
+        hand.load(row);
+        hand.store(missed.now);
+      }
+    });
+  });
+}
+
+}  // namespace mgpu::splat
