@@ -33,9 +33,9 @@ struct LossValue {
   double ssim = 1.0;  // mean SSIM; 1 if no centre counts
 };
 
-// Value and, unless dL_drgb ([height, width, 3]) is null, gradient. Each shard takes a band of rows; the 5 +
-// 5 rows that it needs of its neighbours (5 for the windows of its pixels, 5 more for the windows that these
-// are part of) come through buffers. Sums are taken row by row in double: the same bits on any mesh.
+// Value and, unless dL_drgb ([height, width, 3]) is null, gradient. Each shard takes a band of rows with 5 +
+// 5 rows of its neighbours: 5 for the windows of its pixels, 5 more for the windows that those are part of.
+// Sums are taken row by row in double: the same bits on any mesh.
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb);
 
 // Rows of the image that a shard works on.

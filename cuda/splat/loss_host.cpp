@@ -29,35 +29,40 @@ constexpr int64_t kHalo = 2 * kSsimRadius;  // rows needed of a neighbour: windo
 constexpr int64_t kPad = kChannels * kSsimRadius;
 constexpr int64_t kSmallestBand = 32;  // rows of a thread's piece; each recomputes the SSIM of 10 rows
 
-// The rows that a shard sees: its own in place, the halo in its buffers.
+// The rows that a shard sees: its band and the halo. A mesh of one shard reads them in place; otherwise they
+// are pulled into the shard's own memory, because rows of an image need not lie where its bands are (it may
+// be a part of a larger tensor).
 class BandRows {
  public:
-  BandRows(const LossImages& images, RowRange own, int shard)
+  BandRows(const LossImages& images, RowRange own, int shard, int shards, bool wants_gradient)
       : images_(images),
         own_(own),
-        above_{std::max<int64_t>(0, own.begin - kHalo), own.begin},
-        below_{own.end, std::min(images.height, own.end + kHalo)},
-        row_length_(images.width * kChannels) {
-    if (own.empty()) above_ = below_ = {0, 0};
-    const int64_t rows = above_.size() + below_.size();
+        held_{0, images.height},
+        row_length_(images.width * kChannels),
+        pulls_(shards > 1) {
+    if (!pulls_) return;
+    held_ = {std::max<int64_t>(0, own.begin - kHalo), std::min(images.height, own.end + kHalo)};
+    if (own.empty()) held_ = {own.begin, own.begin};
+    const int64_t rows = held_.size();
     rgb_ = Buffer<float>(rows * row_length_, shard);
-    if (images.target_bytes)
-      target_bytes_ = Buffer<uint8_t>(rows * row_length_, shard);
-    else
-      target_ = Buffer<float>(rows * row_length_, shard);
+    if (images.target) target_ = Buffer<float>(rows * row_length_, shard);
+    if (images.target_bytes) target_bytes_ = Buffer<uint8_t>(rows * row_length_, shard);
     if (images.mask) mask_ = Buffer<uint8_t>(rows * images.width, shard);
+    if (wants_gradient) gradient_ = Buffer<float>(own.size() * row_length_, shard);
   }
 
-  // Copies the halo out of the neighbours' rows.
+  // In a declared exchange: fetch the rows held.
   void pull() {
-    for (const RowRange part : {above_, below_}) {
-      if (part.empty()) continue;
-      const int64_t slot = slot_of(part.begin);
-      copy_rows(rgb_, images_.rgb, part, slot, row_length_);
-      copy_rows(target_, images_.target, part, slot, row_length_);
-      copy_rows(target_bytes_, images_.target_bytes, part, slot, row_length_);
-      copy_rows(mask_, images_.mask, part, slot, images_.width);
-    }
+    if (!pulls_) return;
+    copy_rows(rgb_, images_.rgb, row_length_);
+    copy_rows(target_, images_.target, row_length_);
+    copy_rows(target_bytes_, images_.target_bytes, row_length_);
+    copy_rows(mask_, images_.mask, images_.width);
+  }
+  // In a declared exchange: put the band's gradient into the image of gradients.
+  void push(float* dL_drgb) const {
+    if (gradient_.size() > 0)
+      std::copy(gradient_.begin(), gradient_.end(), dL_drgb + own_.begin * row_length_);
   }
 
   const float* rgb(int64_t row) const { return find(rgb_, images_.rgb, row, row_length_); }
@@ -66,26 +71,26 @@ class BandRows {
     return find(target_bytes_, images_.target_bytes, row, row_length_);
   }
   const uint8_t* mask(int64_t row) const { return find(mask_, images_.mask, row, images_.width); }
+  // Where the gradient of a row of the band goes.
+  float* gradient(float* dL_drgb, int64_t row) {
+    return pulls_ ? gradient_.data() + (row - own_.begin) * row_length_ : dL_drgb + row * row_length_;
+  }
 
  private:
-  int64_t slot_of(int64_t row) const {
-    return row < own_.begin ? row - above_.begin : above_.size() + row - below_.begin;
+  template <typename T>
+  void copy_rows(Buffer<T>& to, const T* from, int64_t length) const {
+    if (from) std::copy(from + held_.begin * length, from + held_.end * length, to.data());
   }
   template <typename T>
-  static void copy_rows(Buffer<T>& to, const T* from, RowRange rows, int64_t slot, int64_t length) {
-    if (from)
-      std::memcpy(to.data() + slot * length, from + rows.begin * length,
-                  static_cast<size_t>(rows.size() * length) * sizeof(T));
-  }
-  template <typename T>
-  const T* find(const Buffer<T>& halo, const T* whole, int64_t row, int64_t length) const {
-    return row >= own_.begin && row < own_.end ? whole + row * length : halo.data() + slot_of(row) * length;
+  const T* find(const Buffer<T>& held, const T* whole, int64_t row, int64_t length) const {
+    return pulls_ ? held.data() + (row - held_.begin) * length : whole + row * length;
   }
 
   LossImages images_;
-  RowRange own_, above_, below_;
+  RowRange own_, held_;
   int64_t row_length_;
-  Buffer<float> rgb_, target_;
+  bool pulls_;
+  Buffer<float> rgb_, target_, gradient_;
   Buffer<uint8_t> target_bytes_, mask_;
 };
 
@@ -157,8 +162,8 @@ struct Scales {
 template <bool kMasked>
 class BandPass {
  public:
-  BandPass(const LossImages& images, const BandRows& rows, const Scales& scales, float* dL_drgb,
-           RowSums& sums, int shard)
+  BandPass(const LossImages& images, BandRows& rows, const Scales& scales, float* dL_drgb, RowSums& sums,
+           int shard)
       : images_(images),
         rows_(rows),
         scales_(scales),
@@ -304,7 +309,7 @@ class BandPass {
     }
     sums_.l1[static_cast<size_t>(row)] = ordered_sum(value_, length_);
     if (!dL_drgb_) return;
-    float* out = dL_drgb_ + row * length_;
+    float* out = rows_.gradient(dL_drgb_, row);
     const float l1 = scales_.l1;
     if (!with_ssim) {
 #pragma GCC ivdep
@@ -329,7 +334,7 @@ class BandPass {
   }
 
   const LossImages& images_;
-  const BandRows& rows_;
+  BandRows& rows_;
   const Scales scales_;
   float* dL_drgb_;
   RowSums& sums_;
@@ -341,12 +346,12 @@ class BandPass {
 };
 
 // How many pixels and SSIM centres of a row count.
-void count_row(const LossImages& images, bool any_centre, int64_t row, RowSums& sums) {
+void count_row(const LossImages& images, const BandRows& rows, bool any_centre, int64_t row, RowSums& sums) {
   const int64_t width = images.width;
   const bool centre_row = any_centre && row >= kSsimRadius && row < images.height - kSsimRadius;
   int64_t pixels = width, centres = centre_row ? width - 2 * kSsimRadius : 0;
   if (images.mask) {
-    const uint8_t* mask = images.mask + row * width;
+    const uint8_t* mask = rows.mask(row);
     pixels = centres = 0;
     for (int64_t pixel = 0; pixel < width; ++pixel) {
       const bool kept = mask[pixel] != 0;
@@ -381,14 +386,15 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
 
   std::vector<BandRows> bands;
   for (const Shard& shard : mesh().shards()) {
-    bands.emplace_back(images, loss_band(images.height, shard.index, shards), shard.index);
+    const RowRange band = loss_band(images.height, shard.index, shards);
+    bands.emplace_back(images, band, shard.index, shards, dL_drgb != nullptr);
   }
-  for_each_shard(
-      "loss halo exchange", [&](const Shard& shard) { bands[static_cast<size_t>(shard.index)].pull(); },
-      Access::kExchange);
+  auto rows_of = [&](const Shard& shard) -> BandRows& { return bands[static_cast<size_t>(shard.index)]; };
+  for_each_shard("loss exchange", [&](const Shard& shard) { rows_of(shard).pull(); }, Access::kExchange);
   for_each_shard("loss count", [&](const Shard& shard) {
     const RowRange band = loss_band(images.height, shard.index, shards);
-    for (int64_t row = band.begin; row < band.end; ++row) count_row(images, any_centre, row, sums);
+    for (int64_t row = band.begin; row < band.end; ++row)
+      count_row(images, rows_of(shard), any_centre, row, sums);
   });
 
   const int64_t pixels = in_order(sums.pixels) * kChannels, centres = in_order(sums.centres) * kChannels;
@@ -402,13 +408,19 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
     const int64_t grain = std::max(kSmallestBand, (band.size() + num_threads() - 1) / num_threads());
     parallel_for(band.size(), grain, [&](int64_t begin, int64_t end) {
       const RowRange own{band.begin + begin, band.begin + end};
-      const BandRows& rows = bands[static_cast<size_t>(shard.index)];
+      BandRows& rows = rows_of(shard);
       if (images.mask)
         BandPass<true>(images, rows, scales, dL_drgb, sums, shard.index).run(own);
       else
         BandPass<false>(images, rows, scales, dL_drgb, sums, shard.index).run(own);
     });
   });
+
+  if (dL_drgb && shards > 1) {
+    for_each_shard(
+        "loss gradient exchange", [&](const Shard& shard) { rows_of(shard).push(dL_drgb); },
+        Access::kExchange);
+  }
 
   LossValue value;
   if (pixels > 0) value.l1 = in_order(sums.l1) / static_cast<double>(pixels);
