@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CXX = (".h", ".cpp", ".cu")
 LARGEST = 1_000_000
 # no torch or Python header: these files are shared with nvcc, and must compile there and on older torch alike
-TORCH_FREE = ("cuda/math/", "cuda/mesh/mesh", "cuda/mesh/fork_join", "cuda/memory/buffer", "cuda/memory/locality")
+TORCH_FREE = (
+    "cuda/math/",
+    "cuda/mesh/mesh",
+    "cuda/mesh/fork_join",
+    "cuda/memory/buffer",
+    "cuda/memory/locality",
+)
 
 
 def tracked() -> list[Path]:
@@ -29,14 +35,22 @@ def problems() -> list[str]:
     for path in files:
         name = path.relative_to(ROOT).as_posix()
         if path.stat().st_size > LARGEST:
-            found.append(f"{name} has {path.stat().st_size:,} bytes; files over {LARGEST:,} do not belong here.")
+            found.append(
+                f"{name} has {path.stat().st_size:,} bytes; files over {LARGEST:,} do not belong here."
+            )
         if path.suffix in (".py", *CXX):
             head = path.read_text().splitlines()[:2]
             if not any("SPDX-License-Identifier: Apache-2.0" in line for line in head):
                 found.append(f"{name} does not start with its SPDX-License-Identifier line.")
-        torch_free = path.suffix == ".cu" or (path.suffix in CXX and (name.startswith(TORCH_FREE) or "_host" in name))
-        if torch_free and any(mark in path.read_text() for mark in ("<torch/", "<ATen/", "<c10/", "<Python.h>", "pybind11")):
-            found.append(f"{name} includes a torch or Python header; glue belongs in cuda/backend or a bindings file.")
+        torch_free = path.suffix == ".cu" or (
+            path.suffix in CXX and (name.startswith(TORCH_FREE) or "_host" in name)
+        )
+        if torch_free and any(
+            mark in path.read_text() for mark in ("<torch/", "<ATen/", "<c10/", "<Python.h>", "pybind11")
+        ):
+            found.append(
+                f"{name} includes a torch or Python header; glue belongs in cuda/backend or a bindings file."
+            )
     sources = [str(p) for p in files if p.suffix in CXX]
     formatter = shutil.which("clang-format", path=f"{Path(sys.executable).parent}:/usr/bin:/usr/local/bin")
     if formatter is None:

@@ -62,7 +62,10 @@ def run(group: Group, extra: list[str]) -> tuple[dict[str, int], int]:
         if line.strip():
             last = line
     code = process.wait()
-    counts = {word.rstrip("s"): int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+    counts = {
+        word.rstrip("s"): int(count)
+        for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
+    }
     return counts, code
 
 

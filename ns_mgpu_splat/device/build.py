@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the native module (`cuda/`) for the installed torch, once, and load it from a cache afterwards.
 
-Why not `torch.utils.cpp_extension.load`: it always starts ninja, rebuilds everything after a change of one header
-flag, and says nothing while it works. Here objects are cached one by one under the hash of all they depend on.
+Two flavours come from one tree. `host` takes every `.cpp` but `*_cuda.cpp`; `cuda` takes every `.cpp` but
+`*_host.cpp`, and every `.cu`. A `.cu` file includes no torch or Python header, so its object depends on nvcc and
+the architectures alone and may be built on another machine.
+
+Why not `torch.utils.cpp_extension.load`: it always starts ninja, rebuilds everything after a change of one flag, and
+says nothing while it works. Here objects are cached one by one under the hash of all they depend on.
 
 Cache: `$MGPU_CACHE`, else `$XDG_CACHE_HOME/ns-mgpu-splat`, else `~/.cache/ns-mgpu-splat`.
 """
@@ -31,6 +35,7 @@ from types import ModuleType
 import torch
 
 MODULE_NAME = "_mgpu"
+FLAVOURS = ("host", "cuda")
 _KEEP_DAYS = 60  # objects and modules that nobody used for so long are removed after a build
 
 
@@ -39,17 +44,20 @@ class BuildError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Toolchain:
-    """The compiler and the flags that go into every cache key."""
+class Compiler:
+    """A compiler, its version line and the flags that go into every cache key."""
 
-    compiler: str
+    command: tuple[str, ...]
     version: str
     flags: tuple[str, ...]
-    link_flags: tuple[str, ...]
+    abi: str  # what else an object depends on: torch and Python, or nothing
 
     def key(self) -> str:
-        """Text that changes whenever an object built with this toolchain may differ."""
-        return "\n".join([self.version, *self.flags, torch.__version__, sysconfig.get_config_var("SOABI") or ""])
+        """Text that changes whenever an object built with this compiler may differ.
+
+        Search paths are left out: what is found there is named by `abi`.
+        """
+        return "\n".join([self.version, *(f for f in self.flags if not f.startswith("-isystem")), self.abi])
 
 
 def source_root() -> Path:
@@ -75,33 +83,75 @@ def cache_root() -> Path:
 def _cpu_flags() -> tuple[str, ...]:
     """AVX2 where this machine has it; part of the key, so a cache shared by unlike machines stays right."""
     try:
-        words = set(re.search(r"^flags\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M).group(1).split())  # type: ignore[union-attr]
-    except (OSError, AttributeError):
+        found = re.search(r"^flags\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
         return ()
+    words = set(found.group(1).split()) if found else set()
     return ("-march=x86-64-v3",) if {"avx2", "fma", "bmi2", "f16c", "movbe"} <= words else ()
 
 
+def _version(command: tuple[str, ...]) -> str:
+    lines = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.splitlines() or [
+        "unknown"
+    ]
+    return lines[0] if "nvcc" not in command[0] else lines[-1]
+
+
+def _nvidia_wheels() -> Path:
+    """Folder of the CUDA parts that torch's wheels bring along (headers of cuBLAS and others, libcudart)."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    return Path(torch.__file__).parent.parent / "nvidia" / f"cu{major}"
+
+
 @functools.cache
-def toolchain() -> Toolchain:
+def cuda_home() -> Path:
+    """Folder of the CUDA toolkit. Raises BuildError where there is none."""
+    nvcc = shutil.which("nvcc")
+    asked = os.environ.get("CUDA_HOME")
+    for home in (
+        Path(asked) if asked else None,
+        Path(nvcc).resolve().parents[1] if nvcc else None,
+        Path("/usr/local/cuda"),
+    ):
+        if home is not None and (home / "bin" / "nvcc").is_file():
+            return home
+    raise BuildError(
+        "nvcc was not found (tried CUDA_HOME, PATH and /usr/local/cuda); the GPU flavour of ns-mgpu-splat compiles CUDA "
+        f"code at first use: install the CUDA toolkit {torch.version.cuda or '13.0'}, or set MGPU_DEVICES=cpu:1."
+    )
+
+
+@functools.cache
+def host_compiler(flavour: str = "host") -> Compiler:
     """Find the C++ compiler and the flags for the installed torch.
 
     Raises: BuildError, in one sentence, where there is no compiler.
     """
     asked = os.environ.get("CXX")
-    compiler = next((c for c in ([asked] if asked else ["g++", "c++", "clang++"]) if shutil.which(c.split()[0])), None)
-    if compiler is None:
+    tried = [asked] if asked else ["g++", "c++", "clang++"]
+    found = next((c for c in tried if shutil.which(c.split()[0])), None)
+    if found is None:
         raise BuildError(
-            f"No C++ compiler was found ({'CXX=' + asked if asked else 'tried g++, c++, clang++'}); ns-mgpu-splat compiles a "
-            "small native module once per torch version: install g++ 11 or newer (Debian and Ubuntu: apt install g++)."
+            f"No C++ compiler was found ({'CXX=' + asked if asked else 'tried g++, c++, clang++'}); ns-mgpu-splat compiles "
+            "a small native module once per torch version: install g++ 11 or newer (Debian and Ubuntu: apt install g++)."
         )
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout.splitlines()[0]
     python_include = sysconfig.get_paths()["include"]
     if not Path(python_include, "Python.h").is_file():
         raise BuildError(
             f"Python.h is not in {python_include}; the native module needs Python's headers: install python3-dev "
             "(Debian and Ubuntu) or python3-devel (Fedora)."
         )
-    torch_root = Path(torch.__file__).parent
+    torch_include = Path(torch.__file__).parent / "include"
+    includes = [torch_include, torch_include / "torch" / "csrc" / "api" / "include", Path(python_include)]
+    defines = [
+        f"-DTORCH_EXTENSION_NAME={MODULE_NAME}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    if flavour == "cuda":
+        # the toolkit first: the wheels' headers lack some of its own
+        includes += [cuda_home() / "include", _nvidia_wheels() / "include"]
+        defines += ["-DMGPU_CUDA=1"]
+    command = tuple(found.split())
     flags = (
         "-std=c++20",
         "-O3",
@@ -110,17 +160,60 @@ def toolchain() -> Toolchain:
         "-pthread",
         "-Wall",
         "-Wno-unknown-pragmas",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-DTORCH_EXTENSION_NAME={MODULE_NAME}",
-        "-DTORCH_API_INCLUDE_EXTENSION_H",
+        *defines,
         *_cpu_flags(),
-        f"-isystem{torch_root / 'include'}",
-        f"-isystem{torch_root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
-        f"-isystem{python_include}",
+        *(f"-isystem{path}" for path in includes),
         *os.environ.get("MGPU_CXXFLAGS", "").split(),
     )
-    link = (f"-L{torch_root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", "-pthread")
-    return Toolchain(compiler, version, flags, link)
+    abi = f"torch {torch.__version__}, {sysconfig.get_config_var('SOABI')}"
+    return Compiler(command, _version(command), flags, abi)
+
+
+@functools.cache
+def cuda_compiler() -> Compiler:
+    """nvcc and its flags. Architectures: `$MGPU_CUDA_ARCHS` (as in "90;100"), else those of the GPUs present, else 90."""
+    asked = os.environ.get("MGPU_CUDA_ARCHS")
+    if asked:
+        archs = sorted(set(asked.replace(",", ";").split(";")))
+    elif torch.cuda.is_available():
+        found = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        archs = sorted({f"{major}{minor}" for major, minor in found})
+    else:
+        archs = ["90"]
+    command = (str(cuda_home() / "bin" / "nvcc"),)
+    flags = (
+        "-std=c++20",
+        "-O3",
+        "-DMGPU_CUDA=1",
+        "--expt-relaxed-constexpr",
+        "--extended-lambda",
+        "-lineinfo",
+        "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread",
+        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+        *os.environ.get("MGPU_NVCCFLAGS", "").split(),
+    )
+    return Compiler(command, _version(command), flags, "")
+
+
+def _link_flags(flavour: str) -> list[str]:
+    flags = [
+        f"-L{Path(torch.__file__).parent / 'lib'}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        "-ltorch_python",
+        "-pthread",
+    ]
+    if flavour == "cuda":
+        # the runtime that torch itself has loaded; the driver's functions are found through it
+        places = [_nvidia_wheels() / "lib", cuda_home() / "lib64", cuda_home() / "lib"]
+        runtime = next((so for place in places for so in sorted(place.glob("libcudart.so*"))), None)
+        if runtime is None:
+            raise BuildError(
+                f"libcudart.so is in none of {', '.join(map(str, places))}: reinstall torch or the CUDA toolkit."
+            )
+        flags += ["-lc10_cuda", "-ltorch_cuda", str(runtime)]
+    return flags
 
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
@@ -146,6 +239,37 @@ def _digest(path: Path, root: Path, seen: dict[Path, str]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class Source:
+    """One file to compile, with the compiler for it and the key of its object."""
+
+    path: Path
+    compiler: Compiler
+    key: str
+    heavy: bool  # includes torch's headers: compiles long, starts first
+
+
+def _sources(flavour: str) -> list[Source]:
+    if flavour not in FLAVOURS:
+        raise ValueError(f"flavour is {flavour!r}, expected one of {FLAVOURS}.")
+    root = source_root().resolve()
+    other = "_cuda" if flavour == "host" else "_host"
+    paths = [p for p in sorted(root.rglob("*.cpp")) if not p.stem.endswith(other)]
+    if flavour == "cuda":
+        paths += sorted(root.rglob("*.cu"))
+    seen: dict[Path, str] = {}
+    sources = []
+    for path in paths:
+        compiler = cuda_compiler() if path.suffix == ".cu" else host_compiler(flavour)
+        key = hashlib.sha256((compiler.key() + _digest(path, root, seen)).encode()).hexdigest()[:24]
+        heavy = (
+            any(mark in seen[path] for mark in ("<torch/", "<ATen/", "<c10/", "<cub/"))
+            or path.suffix == ".cu"
+        )
+        sources.append(Source(path, compiler, key, heavy))
+    return sources
+
+
 @contextmanager
 def _locked(path: Path, say: bool) -> Iterator[None]:
     """Hold an exclusive lock on `path`; tell the user when somebody else has it."""
@@ -168,70 +292,97 @@ def _run(command: list[str], what: str, log: Path) -> None:
     if done.returncode != 0:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(" ".join(command) + "\n\n" + done.stdout + done.stderr)
-        errors = [line for line in done.stderr.splitlines() if "error" in line][:8] or done.stderr.splitlines()[-8:]
+        errors = [line for line in done.stderr.splitlines() if "error" in line][
+            :8
+        ] or done.stderr.splitlines()[-8:]
         raise BuildError(f"{what} failed; the whole log is {log}:\n  " + "\n  ".join(errors))
 
 
-def build(*, verbose: bool = True) -> Path:
-    """Build the native module if the cache lacks it, and return the path of the shared object.
+def _compile(sources: list[Source], objects: Path, cache: Path, verbose: bool) -> None:
+    """Compile what the object cache lacks, in parallel; `$MAX_JOBS` limits the number of compilers at work."""
+    root = source_root()
+    missing = sorted(
+        (s for s in sources if not (objects / f"{s.key}.o").is_file()), key=lambda s: not s.heavy
+    )
+
+    def compile_one(source: Source) -> Path:
+        target = objects / f"{source.key}.o"
+        aside = target.with_suffix(f".{os.getpid()}.tmp.o")
+        command = [
+            *source.compiler.command,
+            *source.compiler.flags,
+            f"-I{root}",
+            "-c",
+            str(source.path),
+            "-o",
+            str(aside),
+        ]
+        try:
+            name = source.path.relative_to(root)
+            _run(command, f"Compiling {name}", cache / "logs" / f"{source.path.name}.log")
+            os.replace(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
+        return name
+
+    start = time.monotonic()
+    jobs = int(os.environ.get("MAX_JOBS") or min(len(missing) or 1, os.cpu_count() or 1))
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        tasks = [pool.submit(compile_one, source) for source in missing]
+        try:
+            for count, task in enumerate(concurrent.futures.as_completed(tasks), 1):
+                name = task.result()
+                if verbose:
+                    _say(f"  [{count}/{len(missing)}] {name} ({time.monotonic() - start:.0f} s)")
+        except BuildError:
+            for task in tasks:
+                task.cancel()
+            raise
+
+
+def build(flavour: str = "host", *, verbose: bool = True) -> Path:
+    """Build one flavour of the native module if the cache lacks it, and return the path of the shared object.
 
     Safe when several processes call it at once (one builds, the others wait). Raises BuildError with the compiler's
     first errors and the path of the log.
     """
-    root, tools = source_root(), toolchain()
-    sources = sorted(root.rglob("*.cpp"))
-    seen: dict[Path, str] = {}
-    keys = {s: hashlib.sha256((tools.key() + _digest(s, root, seen)).encode()).hexdigest()[:24] for s in sources}
-    whole = hashlib.sha256("".join(keys[s] for s in sources).encode()).hexdigest()[:16]
-    tag = f"torch{torch.__version__.replace('+', '-')}-{sys.implementation.cache_tag}-{whole}"
+    sources = _sources(flavour)
+    whole = hashlib.sha256("".join(s.key for s in sources).encode()).hexdigest()[:16]
+    tag = f"{flavour}-torch{torch.__version__.replace('+', '-')}-{sys.implementation.cache_tag}-{whole}"
     cache = cache_root()
     module = cache / "modules" / tag / f"{MODULE_NAME}.so"
     if module.is_file():
         os.utime(module)
         return module
     objects = cache / "objects"
-    for folder in (objects, module.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in (objects, module.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"The build cache {cache} cannot be written ({error.strerror}); set MGPU_CACHE to a folder of yours."
+        ) from error
     with _locked(cache / "lock", verbose):
         if module.is_file():  # somebody else built it while we waited
             return module
         start = time.monotonic()
-        missing = [s for s in sources if not (objects / f"{keys[s]}.o").is_file()]
         if verbose:
-            _say(f"building the native module for torch {torch.__version__}: {len(missing)} of {len(sources)} files")
-
-        def compile_one(source: Path) -> Path:
-            target = objects / f"{keys[source]}.o"
-            aside = target.with_suffix(f".{os.getpid()}.tmp.o")
-            command = [*tools.compiler.split(), *tools.flags, f"-I{root}", "-c", str(source), "-o", str(aside)]
-            try:
-                _run(command, f"Compiling {source.relative_to(root)}", cache / "logs" / f"{source.stem}.log")
-                os.replace(aside, target)
-            finally:
-                aside.unlink(missing_ok=True)
-            return source
-
-        jobs = int(os.environ.get("MAX_JOBS") or min(len(missing) or 1, os.cpu_count() or 1))
-        # the largest first: they take longest, and would otherwise end alone
-        missing.sort(key=lambda s: ("<torch/" in seen[s] or "<ATen/" in seen[s], s.stat().st_size), reverse=True)
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            tasks = [pool.submit(compile_one, s) for s in missing]
-            try:
-                for count, task in enumerate(concurrent.futures.as_completed(tasks), 1):
-                    name = task.result().relative_to(root)
-                    if verbose:
-                        _say(f"  [{count}/{len(missing)}] {name} ({time.monotonic() - start:.0f} s)")
-            except BuildError:
-                for task in tasks:
-                    task.cancel()
-                raise
+            left = sum(not (objects / f"{s.key}.o").is_file() for s in sources)
+            _say(
+                f"building the native module ({flavour}) for torch {torch.__version__}: {left} of {len(sources)} files"
+            )
+        _compile(sources, objects, cache, verbose)
         aside = module.with_suffix(f".{os.getpid()}.tmp")
         try:
-            link = [*tools.compiler.split(), "-shared", *(str(objects / f"{keys[s]}.o") for s in sources), *tools.link_flags]
-            _run([*link, "-o", str(aside)], "Linking the native module", cache / "logs" / "link.log")
+            linker = host_compiler(flavour).command
+            parts = [str(objects / f"{s.key}.o") for s in sources]
+            command = [*linker, "-shared", *parts, *_link_flags(flavour), "-o", str(aside)]
+            _run(command, "Linking the native module", cache / "logs" / "link.log")
             os.replace(aside, module)
         finally:
             aside.unlink(missing_ok=True)
+        for source in sources:
+            os.utime(objects / f"{source.key}.o")
         _prune(cache)
         if verbose:
             _say(f"built in {time.monotonic() - start:.0f} s: {module}")
@@ -247,9 +398,9 @@ def _prune(cache: Path) -> None:
 
 
 @functools.cache
-def load() -> ModuleType:
-    """Build the native module if needed and import it. It registers nothing with torch but its kernels."""
-    path = build()
+def load(flavour: str = "host") -> ModuleType:
+    """Build the native module if needed and import it. Only one flavour can be loaded into a process."""
+    path = build(flavour)
     spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -262,11 +413,24 @@ def main() -> None:
     """`mgpu-splat-build`: build ahead, for images and clusters where the first run should not compile."""
     parser = argparse.ArgumentParser(prog="mgpu-splat-build", description=main.__doc__)
     parser.add_argument("--clean", action="store_true", help="remove the whole cache first")
+    parser.add_argument(
+        "--objects", action="store_true", help="compile the .cu files only, for use on another machine"
+    )
+    default = "cuda" if torch.cuda.is_available() else "host"
+    parser.add_argument("--flavour", choices=FLAVOURS, default=default, help="default here: %(default)s")
     arguments = parser.parse_args()
     if arguments.clean:
         shutil.rmtree(cache_root(), ignore_errors=True)
     try:
-        print(build())
+        if arguments.objects:
+            objects = cache_root() / "objects"
+            objects.mkdir(parents=True, exist_ok=True)
+            _compile(
+                [s for s in _sources("cuda") if s.path.suffix == ".cu"], objects, cache_root(), verbose=True
+            )
+            print(objects)
+        else:
+            print(build(arguments.flavour))
     except BuildError as error:
         sys.exit(f"mgpu-splat-build: {error}")
 
