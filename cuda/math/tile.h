@@ -8,8 +8,8 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
+#include "math/lanes.h"
 #include "math/vec.h"
 #include "math/view.h"
 
@@ -20,71 +20,76 @@ constexpr float kAlphaMax = 0.99f;             // cap
 constexpr float kTransmittanceMin = 1e-4f;     // a record that would bring T to this or below ends the pixel
 constexpr double kFloatEpsilon = 5.9604645e-8;  // half an ulp of 1, the error of one rounding
 
-// exp(x) for x in [-87, 0] within 1 ulp (measured over all floats there: tests/splats/test_blend.py); below: 0 or
-// a subnormal's neighbour, 1.6e-38 at most. x = n ln2 + r with |r| <= ln2 / 2; the same bits on every lane.
-HOST_DEVICE inline float exp_negative(float x) {
-  const float clamped = x > -87.f ? x : -87.f;
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-  const float shifted = mul_add(clamped, 1.44269504088896341f, kRound);
-  const float n = shifted - kRound;
-  float r = mul_add(n, -0.693359375f, clamped);  // exact: ln2's upper part has few bits
-  r = mul_add(n, 2.12194440e-4f, r);
-  float p = 1.9875691500e-4f;  // Cephes expf
-  p = mul_add(p, r, 1.3981999507e-3f);
-  p = mul_add(p, r, 8.3334519073e-3f);
-  p = mul_add(p, r, 4.1665795894e-2f);
-  p = mul_add(p, r, 1.6666665459e-1f);
-  p = mul_add(p, r, 5.0000001201e-1f);
-  p = mul_add(p, r * r, r) + 1.f;
-  uint32_t bits, exponent;
-  std::memcpy(&bits, &p, sizeof bits);
-  std::memcpy(&exponent, &shifted, sizeof exponent);
-  bits += exponent << 23;
-  std::memcpy(&p, &bits, sizeof p);
-  return p;
+// exp(x) for x in [-87, 0] within 2 ulp (tests/splats/test_blend.py tries all floats there); exp(-87) below.
+// x = n ln2 + r with |r| <= ln2 / 2; n by adding 1.5 * 2^23, which leaves the rounded integer in the low bits.
+// Written as sums of one product and one addend, so that there is one way only to fuse them.
+template <typename F>
+HOST_DEVICE inline F exp_negative(F x) {
+  constexpr float kRound = 12582912.f;
+  const F clamped = select(x > -87.f, x, F{} - 87.f);
+  const F shifted = clamped * 1.44269504088896341f + kRound;
+  const F n = shifted - kRound;
+  F r = n * -0.693359375f + clamped;  // exact: this part of ln2 has few bits
+  r = n * 2.12194440e-4f + r;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;  // Cephes' expf
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const F r2 = r * r;
+  p = p * r2 + r;
+  return scale_by_exponent(p + 1.f, shifted);
 }
 
-// A record as blending reads it.
-struct BlendRecord {
-  float x, y, half_a, b, half_c, opacity;
+// A record on one row of pixels: sigma = dx (half_a dx + b_dy) + half_c_dy2, for dx = pixel centre - x.
+struct BlendRow {
+  float x, half_a, b_dy, half_c_dy2, opacity;
 };
 
-// opacity exp(-sigma) at offset (dx, dy), not capped. Written so that forward and backward get the same bits.
-// sigma is at least 0; rounding of a thin ellipse may say otherwise.
-HOST_DEVICE inline float uncapped_alpha(const BlendRecord& g, float dx, float dy) {
-  const float sigma = mul_add(dx, mul_add(g.half_a, dx, g.b * dy), g.half_c * dy * dy);
-  return g.opacity * exp_negative(sigma > 0.f ? -sigma : 0.f);
+HOST_DEVICE inline BlendRow make_blend_row(const float mean2d[2], const float conic[3], float opacity, float y_centre) {
+  const float dy = y_centre - mean2d[1];
+  return {mean2d[0], 0.5f * conic[0], conic[1] * dy, 0.5f * conic[2] * dy * dy, opacity};
 }
 
-// A pixel while it is blended front to back. `live` is the transmittance, or 0 once the pixel has ended; `final` keeps
-// the transmittance after the last contribution.
-// One step: returns the weight of the record's colour (0 if it does not contribute).
-HOST_DEVICE inline float blend_step(float raw_alpha, float& live, float& final_transmittance, bool& contributes) {
-  const float alpha = raw_alpha < kAlphaMax ? raw_alpha : kAlphaMax;
-  const float next = live * (1.f - alpha);
-  const bool hit = alpha >= kAlphaMin;
+// opacity exp(-sigma), not capped. Sigma is at least 0; the roundings of a thin ellipse may say otherwise.
+template <typename F>
+HOST_DEVICE inline F uncapped_alpha(const BlendRow& row, F dx) {
+  const F inner = dx * row.half_a + row.b_dy;
+  const F sigma = dx * inner + row.half_c_dy2;
+  return row.opacity * exp_negative(select(sigma > 0.f, F{} - sigma, F{}));
+}
+
+// One step front to back. `live` is the transmittance, or 0 once the pixel has ended; `kept` is the transmittance after
+// the last contribution. Returns alpha T, 0 if the record does not contribute; `contributes` is a bool or a mask.
+template <typename F, typename Mask>
+HOST_DEVICE inline F blend_step(F raw_alpha, F& live, F& kept, Mask& contributes) {
+  const F alpha = select(raw_alpha < kAlphaMax, raw_alpha, F{} + kAlphaMax);
+  const F next = live * (1.f - alpha);
+  const Mask hit = alpha >= kAlphaMin;
   contributes = hit & (next > kTransmittanceMin);
-  const float weight = contributes ? alpha * live : 0.f;
-  final_transmittance = contributes ? next : final_transmittance;
-  live = contributes ? next : (hit ? 0.f : live);
+  const F weight = select(contributes, alpha * live, F{});
+  kept = select(contributes, next, kept);
+  live = select(contributes, next, select(hit, F{}, live));
   return weight;
 }
 
-// Adjoint of one blend step, walking back to front over the records that contributed.
-// colour_dot: rgb . dL_drgb + depth dL_ddepth of this record at this pixel. On entry `transmittance` is that after the
-// record and `behind` is dL of all light that passes it, per unit of light in front of everything; both are moved to
-// before the record. Returns dL_dsigma and sets the weight alpha T; both 0 if the record did not contribute.
-HOST_DEVICE inline float blend_step_backward(float raw_alpha, float colour_dot, bool contributed, float& transmittance,
-                                             float& behind, float& weight) {
-  const float alpha = raw_alpha < kAlphaMax ? raw_alpha : kAlphaMax;
-  const bool hit = contributed & (alpha >= kAlphaMin);
-  const float inverse = 1.f / (1.f - alpha);
-  const float before = transmittance * inverse;
-  const float dL_dalpha = before * colour_dot - behind * inverse;
-  weight = hit ? alpha * before : 0.f;
+// Adjoint of one step, back to front over the records that contributed (`contributed`: not behind the pixel's last).
+// colour_dot: rgb . dL_drgb + depth dL_ddepth at this pixel. On entry `transmittance` is that after the record, and
+// `behind` is dL of all that this light meets later on, background and accumulation included; both are moved to before
+// the record. Returns dL_dsigma and sets weight = alpha T; both 0 if the record did not contribute.
+template <typename F, typename Mask>
+HOST_DEVICE inline F blend_step_backward(F raw_alpha, F colour_dot, Mask contributed, F& transmittance, F& behind,
+                                         F& weight) {
+  const F alpha = select(raw_alpha < kAlphaMax, raw_alpha, F{} + kAlphaMax);
+  const Mask hit = contributed & (alpha >= kAlphaMin);
+  const F inverse = 1.f / (1.f - alpha);
+  const F before = transmittance * inverse;
+  const F dL_dalpha = before * colour_dot - behind * inverse;
+  weight = select(hit, alpha * before, F{});
   behind += weight * colour_dot;
-  transmittance = hit ? before : transmittance;
-  return hit & (raw_alpha < kAlphaMax) ? -raw_alpha * dL_dalpha : 0.f;
+  transmittance = select(hit, before, transmittance);
+  const Mask free = hit & (raw_alpha < kAlphaMax);
+  return select(free, F{} - raw_alpha * dL_dalpha, F{});
 }
 
 // Sums over pixels of dL_dsigma times the monomials of (dx, dy), and what they say about the record.

@@ -84,6 +84,11 @@ struct TileOwner {
   Buffer<RecordGrad> slot_grad;    // owner; [intersections], during backward only
 };
 
+struct StageTime {
+  const char* stage;
+  double seconds;
+};
+
 struct Frame {
   std::vector<View> views;
   RenderSettings settings;
@@ -96,6 +101,7 @@ struct Frame {
   std::vector<ShardRecords> shards;       // [shards]
   std::vector<std::vector<Parcel>> parcels;  // [home][owner]
   std::vector<TileOwner> owners;          // [shards]
+  std::vector<StageTime> times;           // in the order they ran
 
   const AdamState* state_or_null() const { return replays ? &state : nullptr; }
   const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }

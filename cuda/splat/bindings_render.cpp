@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0
+// bindings_render.cpp: render and project for ns_mgpu_splat.splats: tensors in, frames and tensors out.
+// Shapes are checked and explained in Python (splats/check.py); here only what memory safety needs.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+
+#include "bindings.h"
+#include "memory/locality.h"
+#include "splat/bin.h"
+#include "splat/exchange.h"
+#include "splat/history.h"
+#include "splat/pipeline.h"
+
+namespace mgpu::splat {
+
+namespace py = pybind11;
+using at::Tensor;
+
+namespace {
+
+// Everything a frame's pointers lean on.
+struct KeptAlive {
+  std::vector<Tensor> tensors;
+  PyObject* history = nullptr;  // an owned reference, or null
+  ~KeptAlive() {
+    if (!history) return;
+    py::gil_scoped_acquire gil;
+    Py_DECREF(history);
+  }
+};
+
+float* floats(const Tensor& tensor, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
+              " must be contiguous float32; got ", tensor.scalar_type(), " with sizes ", tensor.sizes());
+  return static_cast<float*>(tensor.data_ptr());
+}
+
+constexpr const char* kColumnNames[kColumns] = {"means", "quats", "scales", "opacities", "sh0", "shN"};
+
+SplatColumns columns_from(const std::vector<Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == kColumns, "expected 6 columns, got ", tensors.size());
+  float* data[kColumns];
+  for (int i = 0; i < kColumns; ++i) {
+    TORCH_CHECK_VALUE(tensors[i].size(0) == tensors[0].size(0), kColumnNames[i], " has ", tensors[i].size(0),
+                      " rows, means has ", tensors[0].size(0));
+    data[i] = floats(tensors[i], kColumnNames[i]);
+  }
+  return {data[0], data[1], data[2], data[3], data[4], data[5], tensors[0].size(0), static_cast<int>(tensors[5].size(1))};
+}
+
+AdamState state_from(const std::vector<Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 2 * kColumns + 1, "expected 6 exp_avg, 6 exp_avg_sq and last_step, got ",
+                    tensors.size(), " tensors");
+  AdamState state{};
+  for (int i = 0; i < kColumns; ++i) {
+    state.exp_avg[i] = floats(tensors[i], "exp_avg");
+    state.exp_avg_sq[i] = floats(tensors[kColumns + i], "exp_avg_sq");
+  }
+  const Tensor& last_step = tensors.back();
+  TORCH_CHECK_VALUE(last_step.scalar_type() == at::kInt && last_step.is_contiguous(),
+                    "last_step must be contiguous int32");
+  state.last_step = static_cast<int32_t*>(last_step.data_ptr());
+  return state;
+}
+
+void declare_split(const Tensor& tensor, const Frame& frame, const char* what) {
+  const int64_t rows = tensor.size(0);
+  if (rows == 0 || tensor.numel() == 0) return;
+  set_row_split(tensor.data_ptr(), rows, tensor.nbytes() / rows, frame.homes.data(), what);
+}
+
+std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state,
+                                  const py::object& history, const Tensor& viewmats,
+                                  const std::vector<std::array<double, 4>>& intrinsics,
+                                  const std::vector<std::pair<int, int>>& sizes, bool antialiased, int sh_degree,
+                                  const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
+  auto frame = std::make_shared<Frame>();
+  auto kept = std::make_shared<KeptAlive>();
+  kept->tensors = columns;
+  frame->columns = columns_from(columns);
+  TORCH_CHECK_VALUE(sh_degree >= 0 && sh_degree <= math::kMaxShDegree &&
+                        (sh_degree + 1) * (sh_degree + 1) <= frame->columns.sh_rest + 1,
+                    "sh_degree ", sh_degree, " needs ", (sh_degree + 1) * (sh_degree + 1) - 1,
+                    " higher coefficients; shN has ", frame->columns.sh_rest);
+  if (state && !history.is_none()) {
+    frame->state = state_from(*state);
+    kept->tensors.insert(kept->tensors.end(), state->begin(), state->end());
+    frame->history = history.cast<const History&>().view();
+    kept->history = history.inc_ref().ptr();
+    frame->replays = true;
+  }
+  frame->settings.antialiased = antialiased;
+  frame->settings.sh_degree = sh_degree;
+
+  const int shards = mesh().size();
+  if (homes) {
+    TORCH_CHECK_VALUE(static_cast<int>(homes->size()) == shards, "homes has ", homes->size(), " ranges, the mesh has ",
+                      shards, " shards");
+    int64_t next = 0;
+    for (const auto& [begin, end] : *homes) {
+      TORCH_CHECK_VALUE(begin == next && end >= begin, "homes must be ascending ranges without gaps");
+      frame->homes.push_back({begin, end});
+      next = end;
+    }
+    TORCH_CHECK_VALUE(next == frame->columns.num_rows, "homes ends at row ", next, ", the table has ",
+                      frame->columns.num_rows);
+  } else {
+    for (int s = 0; s < shards; ++s) frame->homes.push_back(equal_chunk(frame->columns.num_rows, s, shards));
+  }
+  for (int i = 0; i < kColumns; ++i) declare_split(columns[i], *frame, kColumnNames[i]);
+  if (frame->replays) {
+    for (size_t i = 0; i < state->size(); ++i) {
+      declare_split((*state)[i], *frame, i < kColumns ? "exp_avg" : i < 2 * kColumns ? "exp_avg_sq" : "last_step");
+    }
+  }
+
+  const Tensor host = viewmats.detach().to(at::kCPU, at::kFloat).contiguous();
+  const int64_t views = host.size(0);
+  TORCH_CHECK_VALUE(host.dim() == 3 && host.size(1) == 4 && host.size(2) == 4 &&
+                        static_cast<int64_t>(intrinsics.size()) == views && static_cast<int64_t>(sizes.size()) == views,
+                    "viewmats is ", host.sizes(), ", with ", intrinsics.size(), " intrinsics and ", sizes.size(),
+                    " sizes; expected [C, 4, 4] and C of each");
+  int64_t tile_begin = 0;
+  for (int64_t v = 0; v < views; ++v) {
+    const auto& [width, height] = sizes[v];
+    TORCH_CHECK_VALUE(width >= 1 && height >= 1 && width <= kMaxTilesAcross * kTileSize &&
+                          height <= kMaxTilesAcross * kTileSize,
+                      "camera ", v, " is ", width, "x", height, " pixels; each side must be 1 to ",
+                      kMaxTilesAcross * kTileSize);
+    const auto& k = intrinsics[v];
+    frame->views.push_back(
+        make_view(host.const_data_ptr<float>() + 16 * v, k[0], k[1], k[2], k[3], width, height, tile_begin));
+    tile_begin += frame->views.back().tile_count();
+  }
+  frame->keep_alive = kept;
+  return frame;
+}
+
+using Image = std::tuple<Tensor, std::optional<Tensor>, Tensor>;  // rgb [H,W,3], depth [H,W,1], accumulation [H,W,1]
+
+std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
+    const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state, const py::object& history,
+    const Tensor& viewmats, const std::vector<std::array<double, 4>>& intrinsics,
+    const std::vector<std::pair<int, int>>& sizes, const std::optional<Tensor>& background, bool antialiased,
+    int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
+  auto frame = make_frame(columns, state, history, viewmats, intrinsics, sizes, antialiased, sh_degree, homes);
+  py::gil_scoped_release no_gil;
+  frame->settings.wanted_depth = wanted_depth;
+  if (background) {
+    const Tensor host = background->detach().to(at::kCPU, at::kFloat).contiguous();
+    TORCH_CHECK_VALUE(host.numel() == 3, "background is ", host.sizes(), ", expected [3]");
+    std::copy_n(host.const_data_ptr<float>(), 3, frame->settings.background);
+  }
+  const auto options = columns[0].options().requires_grad(false);
+  std::vector<Image> images;
+  std::vector<ImagePointers> pointers;
+  for (const View& view : frame->views) {
+    Tensor rgb = at::empty({view.height, view.width, 3}, options);
+    Tensor accumulation = at::empty({view.height, view.width, 1}, options);
+    std::optional<Tensor> depth;
+    if (wanted_depth) depth = at::empty({view.height, view.width, 1}, options);
+    pointers.push_back({floats(rgb, "rgb"), depth ? floats(*depth, "depth") : nullptr,
+                        floats(accumulation, "accumulation")});
+    images.emplace_back(std::move(rgb), std::move(depth), std::move(accumulation));
+  }
+  run_forward(*frame, pointers);
+  return {frame, images};
+}
+
+void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Tensor>, 3>>& grads) {
+  py::gil_scoped_release no_gil;
+  TORCH_CHECK_VALUE(grads.size() == frame.views.size(), "expected gradients of ", frame.views.size(), " images, got ",
+                    grads.size());
+  std::vector<Tensor> kept;
+  std::vector<ImageGradPointers> pointers;
+  for (size_t v = 0; v < grads.size(); ++v) {
+    const int64_t pixels = int64_t{frame.views[v].height} * frame.views[v].width;
+    const float* data[3] = {};
+    for (int i = 0; i < 3; ++i) {
+      if (!grads[v][i]) continue;
+      kept.push_back(grads[v][i]->contiguous());
+      TORCH_CHECK_VALUE(kept.back().numel() == pixels * (i == 0 ? 3 : 1), "the gradient of an image of camera ", v,
+                        " has sizes ", kept.back().sizes());
+      data[i] = floats(kept.back(), "the gradient of an image");
+    }
+    pointers.push_back({data[0], data[1], data[2]});
+  }
+  run_backward(frame, pointers);
+}
+
+// Gradients of the wanted columns (dense) and, if asked, of the viewmats [C, 4, 4] on the CPU.
+std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param_grads(
+    const Frame& frame, const std::array<bool, kColumns>& wanted, bool wanted_viewmats) {
+  py::gil_scoped_release no_gil;
+  const auto& tensors = static_cast<const KeptAlive*>(frame.keep_alive.get())->tensors;
+  std::vector<std::optional<Tensor>> grads(kColumns);
+  float* data[kColumns] = {};
+  for (int i = 0; i < kColumns; ++i) {
+    if (!wanted[i]) continue;
+    grads[i] = at::zeros(tensors[i].sizes(), tensors[i].options().requires_grad(false));
+    declare_split(*grads[i], frame, "a gradient");
+    data[i] = floats(*grads[i], "a gradient");
+  }
+  const ColumnGrads columns{data[0], data[1], data[2], data[3], data[4], data[5]};
+  const bool any = std::any_of(wanted.begin(), wanted.end(), [](bool w) { return w; });
+  const int64_t views = static_cast<int64_t>(frame.views.size());
+  std::vector<double> sums(wanted_viewmats ? views * 12 : 0);
+  if (any || wanted_viewmats) {
+    project_backward(frame, any ? &columns : nullptr, wanted_viewmats ? sums.data() : nullptr);
+  }
+  std::optional<Tensor> viewmats;
+  if (wanted_viewmats) {
+    viewmats = at::zeros({views, 4, 4}, at::TensorOptions().dtype(at::kFloat));
+    float* out = viewmats->mutable_data_ptr<float>();
+    for (int64_t v = 0; v < views; ++v) {
+      for (int i = 0; i < 12; ++i) out[16 * v + i] = static_cast<float>(sums[12 * v + i]);
+    }
+  }
+  return {grads, viewmats};
+}
+
+std::shared_ptr<Frame> splat_project(const std::vector<Tensor>& columns, const Tensor& viewmats,
+                                     const std::vector<std::array<double, 4>>& intrinsics,
+                                     const std::vector<std::pair<int, int>>& sizes, bool antialiased, int sh_degree) {
+  auto frame =
+      make_frame(columns, std::nullopt, py::none(), viewmats, intrinsics, sizes, antialiased, sh_degree, std::nullopt);
+  py::gil_scoped_release no_gil;
+  run_project(*frame);
+  return frame;
+}
+
+// The columns of Records, in their order: width in floats, and where they are in Record and in RecordGrad.
+struct RecordColumn {
+  int64_t width;
+  size_t in_record, in_grad;
+};
+constexpr RecordColumn kRecordColumns[] = {{2, offsetof(Record, mean2d), offsetof(RecordGrad, mean2d)},
+                                           {3, offsetof(Record, conic), offsetof(RecordGrad, conic)},
+                                           {1, offsetof(Record, opacity), offsetof(RecordGrad, opacity)},
+                                           {3, offsetof(Record, rgb), offsetof(RecordGrad, rgb)},
+                                           {1, offsetof(Record, depth), offsetof(RecordGrad, depth)}};
+
+int64_t record_count(const Frame& frame) {
+  int64_t count = 0;
+  for (const ShardRecords& shard : frame.shards) count += shard.count;
+  return count;
+}
+
+// row and view [R] int64 on the CPU; means2d [R, 2], conics [R, 3], opacities [R], colors [R, 3], depths [R].
+// Shards one after the other, each by (view, row): of one view, ascending by row.
+std::vector<Tensor> frame_records(const Frame& frame) {
+  py::gil_scoped_release no_gil;
+  const auto options = static_cast<const KeptAlive*>(frame.keep_alive.get())->tensors[0].options().requires_grad(false);
+  const int64_t count = record_count(frame);
+  Tensor row = at::empty({count}, at::TensorOptions().dtype(at::kLong)), view = at::empty_like(row);
+  std::vector<Tensor> out = {row, view};
+  for (const RecordColumn& column : kRecordColumns) {
+    out.push_back(column.width == 1 ? at::empty({count}, options) : at::empty({count, column.width}, options));
+  }
+  int64_t first = 0;
+  for (const ShardRecords& shard : frame.shards) {
+    for (int64_t i = 0; i < shard.count; ++i) {
+      row.mutable_data_ptr<int64_t>()[first + i] = shard.row[i];
+      view.mutable_data_ptr<int64_t>()[first + i] = shard.view[i];
+    }
+    for (size_t c = 0; c < std::size(kRecordColumns); ++c) {
+      const RecordColumn& column = kRecordColumns[c];
+      float* to = floats(out[2 + c], "a record column") + first * column.width;
+      for (int64_t i = 0; i < shard.count; ++i) {
+        const char* from = reinterpret_cast<const char*>(&shard.record[i]) + column.in_record;
+        std::memcpy(to + i * column.width, from, column.width * sizeof(float));
+      }
+    }
+    first += shard.count;
+  }
+  return out;
+}
+
+// The counterpart: fills ShardRecords.grad from gradients of the columns of frame_records (None: zero).
+void splat_records_backward(Frame& frame, const std::vector<std::optional<Tensor>>& grads) {
+  py::gil_scoped_release no_gil;
+  TORCH_CHECK_VALUE(grads.size() == std::size(kRecordColumns), "expected 5 gradients, got ", grads.size());
+  const int64_t count = record_count(frame);
+  int64_t first = 0;
+  for (ShardRecords& shard : frame.shards) {
+    shard.grad = Buffer<RecordGrad>(shard.count, static_cast<int>(&shard - frame.shards.data()));
+    std::fill(shard.grad.begin(), shard.grad.end(), RecordGrad{});
+    for (size_t c = 0; c < grads.size(); ++c) {
+      if (!grads[c]) continue;
+      const RecordColumn& column = kRecordColumns[c];
+      const Tensor grad = grads[c]->contiguous();
+      TORCH_CHECK_VALUE(grad.numel() == count * column.width, "gradient ", c, " of the records has sizes ",
+                        grad.sizes());
+      const float* from = floats(grad, "a gradient of the records") + first * column.width;
+      for (int64_t i = 0; i < shard.count; ++i) {
+        char* to = reinterpret_cast<char*>(&shard.grad[i]) + column.in_grad;
+        std::memcpy(to, from + i * column.width, column.width * sizeof(float));
+      }
+    }
+    first += shard.count;
+  }
+}
+
+py::dict frame_counts(const Frame& frame) {
+  std::vector<int64_t> visible, received, intersections, tiles;
+  for (const ShardRecords& shard : frame.shards) visible.push_back(shard.count);
+  for (const TileOwner& owner : frame.owners) {
+    received.push_back(owner.record.size());
+    intersections.push_back(owner.entry.size());
+    tiles.push_back(owner.tiles.size());
+  }
+  py::dict counts;
+  counts["visible"] = visible;
+  counts["received"] = received;
+  counts["intersections"] = intersections;
+  counts["tiles"] = tiles;
+  counts["exchanged_bytes"] = exchanged_bytes(frame);
+  return counts;
+}
+
+// For tests of the exact bin stage: of each owner, its first tile, tile_begin and the rows of its lists.
+std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> frame_tile_lists(const Frame& frame) {
+  std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> out;
+  for (size_t o = 0; o < frame.owners.size(); ++o) {
+    const TileOwner& owner = frame.owners[o];
+    std::vector<int64_t> row_of_record, rows;
+    for (size_t home = 0; home < frame.parcels.size(); ++home) {
+      for (const int64_t record : frame.parcels[home][o].record_from_parcel) {
+        row_of_record.push_back(frame.shards[home].row[record]);
+      }
+    }
+    for (const TileEntry& entry : owner.entry) rows.push_back(row_of_record[entry.record]);
+    out.emplace_back(owner.tiles.begin, std::vector<int64_t>(owner.tile_begin.begin(), owner.tile_begin.end()), rows);
+  }
+  return out;
+}
+
+// Gradients at home as one tensor on the CPU, [R, 12] in the order of RecordGrad; for tests and absgrad strategies.
+Tensor frame_record_grads(const Frame& frame) {
+  Tensor out = at::zeros({record_count(frame), 12}, at::TensorOptions().dtype(at::kFloat));
+  float* to = out.mutable_data_ptr<float>();
+  for (const ShardRecords& shard : frame.shards) {
+    if (shard.grad.size()) std::memcpy(to, shard.grad.data(), shard.grad.size() * sizeof(RecordGrad));
+    to += shard.count * 12;
+  }
+  return out;
+}
+
+}  // namespace
+
+}  // namespace mgpu::splat
+
+namespace mgpu {
+
+MGPU_BINDINGS(render) {
+  using namespace splat;
+  pybind11::class_<Frame, std::shared_ptr<Frame>>(m, "Frame", "What one render leaves for its way back.")
+      .def("records", &frame_records)
+      .def("record_grads", &frame_record_grads)
+      .def("counts", &frame_counts)
+      .def("tile_lists", &frame_tile_lists)
+      .def("times", [](const Frame& frame) {
+        std::vector<std::pair<std::string, double>> times;
+        for (const StageTime& time : frame.times) times.emplace_back(time.stage, time.seconds);
+        return times;
+      });
+  m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"), pybind11::arg("history"), pybind11::arg("viewmats"),
+        pybind11::arg("intrinsics"), pybind11::arg("sizes"), pybind11::arg("background"), pybind11::arg("antialiased"), pybind11::arg("sh_degree"),
+        pybind11::arg("wanted_depth"), pybind11::arg("homes"));
+  m.def("splat_backward", &splat_backward, pybind11::arg("frame"), pybind11::arg("grads"));
+  m.def("splat_param_grads", &splat_param_grads, pybind11::arg("frame"), pybind11::arg("wanted"), pybind11::arg("wanted_viewmats"));
+  m.def("splat_project", &splat_project, pybind11::arg("columns"), pybind11::arg("viewmats"), pybind11::arg("intrinsics"),
+        pybind11::arg("sizes"), pybind11::arg("antialiased"), pybind11::arg("sh_degree"));
+  m.def("splat_records_backward", &splat_records_backward, pybind11::arg("frame"), pybind11::arg("grads"));
+  m.def("exp_negative", [](const at::Tensor& x) {
+    at::Tensor out = at::empty_like(x);
+    const float* from = floats(x, "x");
+    float* to = floats(out, "out");
+    for (int64_t i = 0; i < x.numel(); ++i) to[i] = math::exp_negative(from[i]);
+    return out;
+  }, "math::exp_negative of each element of a CPU tensor, for its test.");
+}
+
+}  // namespace mgpu

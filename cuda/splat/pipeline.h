@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// pipeline.h: the stages in their order: a table of contents of one render and its way back.
+#pragma once
+#include "splat/blend.h"
+#include "splat/frame.h"
+#include "splat/project.h"
+
+namespace mgpu::splat {
+
+// Stage 2 alone. The frame has views, settings, columns (and state, history) and homes.
+void run_project(Frame& frame);
+
+// Stages 2 to 6 without the loss, into `images` [views].
+void run_forward(Frame& frame, const std::vector<ImagePointers>& images);
+
+// Stages 7 and 8: fills frame.shards[*].grad.
+void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads);
+
+}  // namespace mgpu::splat
