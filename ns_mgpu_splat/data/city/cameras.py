@@ -75,7 +75,9 @@ def _aerial(layout: Layout, count: int, rng: np.random.Generator) -> list[NDArra
         heading = math.pi / 2 * (view + 1) + rng.uniform(-0.35, 0.35)
         pitch = math.radians(rng.uniform(48, 58))
         back = height / math.tan(pitch)
-        poses.append(_look((x - back * math.cos(heading), y - back * math.sin(heading), height), heading, -pitch))
+        poses.append(
+            _look((x - back * math.cos(heading), y - back * math.sin(heading), height), heading, -pitch)
+        )
     return poses
 
 
@@ -85,7 +87,9 @@ def _street(layout: Layout, count: int, rng: np.random.Generator) -> list[NDArra
         return []
     xs, ys = layout.street_x, layout.street_y
     margin = STREET / 2
-    routes: list[tuple[float, float, float, float, float]] = []  # start x, y, heading, length, distance from the centre
+    routes: list[
+        tuple[float, float, float, float, float]
+    ] = []  # start x, y, heading, length, distance from the centre
     for y in map(float, ys):
         routes.append((float(xs[0]) - 2, y, 0.0, float(xs[-1] - xs[0]) - margin, abs(y + 1e-3)))
     for x in map(float, xs):
@@ -94,7 +98,9 @@ def _street(layout: Layout, count: int, rng: np.random.Generator) -> list[NDArra
     back = []
     for x, y, heading, length, off in routes:
         end = length + margin + 4
-        back.append((x + end * math.cos(heading), y + end * math.sin(heading), heading + math.pi, length, off))
+        back.append(
+            (x + end * math.cos(heading), y + end * math.sin(heading), heading + math.pi, length, off)
+        )
     routes = routes + back
     total = sum(r[3] for r in routes)
     step = min(STREET_STEP, total / count)

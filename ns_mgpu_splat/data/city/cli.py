@@ -30,19 +30,41 @@ def parser() -> argparse.ArgumentParser:
         epilog="One world unit is ten metres. Depth maps are 16 bit, 1/1000 of a world unit a step, 0 for the sky.",
     )
     p.add_argument("out", metavar="OUT", type=Path, help="folder to write; must be empty or missing")
-    p.add_argument("--blocks", metavar="B", type=int, default=d.blocks, help="built-up blocks of 48 x 36 m (default: %(default)s)")
+    p.add_argument(
+        "--blocks",
+        metavar="B",
+        type=int,
+        default=d.blocks,
+        help="built-up blocks of 48 x 36 m (default: %(default)s)",
+    )
     p.add_argument(
         "--images", metavar="N", type=int, default=None,
         help=f"pictures, half of them from the air (default: {d.images}; with --splats: none)",
     )  # fmt: skip
     p.add_argument(
-        "--size", metavar="WxH", type=_size, default=(d.width, d.height), help=f"pixels of a picture (default: {d.width}x{d.height})"
+        "--size",
+        metavar="WxH",
+        type=_size,
+        default=(d.width, d.height),
+        help=f"pixels of a picture (default: {d.width}x{d.height})",
     )
-    p.add_argument("--seed", metavar="S", type=int, default=d.seed, help="another seed, another town (default: %(default)s)")
     p.add_argument(
-        "--splats", metavar="N", type=int, default=None, help="write N Gaussians to OUT/splats.ply; needs no open3d unless --images is given"
+        "--seed",
+        metavar="S",
+        type=int,
+        default=d.seed,
+        help="another seed, another town (default: %(default)s)",
     )
-    p.add_argument("--overwrite", action="store_true", help="replace the files of an earlier town in OUT; others stay")
+    p.add_argument(
+        "--splats",
+        metavar="N",
+        type=int,
+        default=None,
+        help="write N Gaussians to OUT/splats.ply; needs no open3d unless --images is given",
+    )
+    p.add_argument(
+        "--overwrite", action="store_true", help="replace the files of an earlier town in OUT; others stay"
+    )
     return p
 
 
@@ -53,20 +75,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     images = args.images if args.images is not None else (0 if args.splats else CityOptions.images)
     try:
-        options = CityOptions(args.blocks, images, *args.size, args.seed, args.splats or 0)
+        width, height = args.size
+        options = CityOptions(args.blocks, images, width, height, args.seed, args.splats or 0)
         with _progress() as progress:
             files = write_city(args.out, options, overwrite=args.overwrite, progress=progress)
     except (CityError, RaycastUnavailable) as error:
         print(f"mgpu-splat-city: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"mgpu-splat-city: {error.filename or args.out} cannot be written: {error.strerror or error}.", file=sys.stderr)
+        print(
+            f"mgpu-splat-city: {error.filename or args.out} cannot be written: {error.strerror or error}.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("mgpu-splat-city: interrupted; nothing was written.", file=sys.stderr)
         return 130
     if options.images:
-        print(f"Wrote {options.images} pictures of {options.blocks} blocks to {args.out}; train on them with:")
+        print(
+            f"Wrote {options.images} pictures of {options.blocks} blocks to {args.out}; train on them with:"
+        )
         print(f"  ns-train mgpu-splat --data {args.out}")
     if "splats.ply" in files:
         print(f"Wrote {options.splats:,} Gaussians to {args.out / 'splats.ply'}.")
@@ -78,11 +106,24 @@ def _progress() -> Iterator[Progress | None]:
     """A progress bar where rich is installed (Nerfstudio has it), none elsewhere."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
     except ImportError:
         yield None
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
     with Progress(*columns, console=Console(stderr=True)) as bar:
         tasks: dict[str, object] = {}
 

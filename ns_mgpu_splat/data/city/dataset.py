@@ -59,10 +59,14 @@ class CityOptions:
         if self.images == 0 and self.splats == 0:
             raise CityError("There is nothing to make: ask for --images or --splats of at least 1.")
         if not (1 <= self.width <= MAX_SIZE and 1 <= self.height <= MAX_SIZE):
-            raise CityError(f"--size is {self.width}x{self.height}; each side must be between 1 and {MAX_SIZE} pixels.")
+            raise CityError(
+                f"--size is {self.width}x{self.height}; each side must be between 1 and {MAX_SIZE} pixels."
+            )
 
 
-def write_city(out: Path, options: CityOptions, *, overwrite: bool = False, progress: Progress | None = None) -> list[str]:
+def write_city(
+    out: Path, options: CityOptions, *, overwrite: bool = False, progress: Progress | None = None
+) -> list[str]:
     """Write a town to the folder `out`.
 
     Args:
@@ -131,7 +135,9 @@ def _check_target(out: Path, new: list[str], overwrite: bool) -> list[str]:
     if not entries:
         return []
     if not overwrite:
-        raise CityError(f"The folder {out} is not empty; choose another one, or add --overwrite to replace an earlier town in it.")
+        raise CityError(
+            f"The folder {out} is not empty; choose another one, or add --overwrite to replace an earlier town in it."
+        )
     try:
         description = json.loads((out / "city.json").read_text())
         if description["tool"] != TOOL:
@@ -146,7 +152,9 @@ def _check_target(out: Path, new: list[str], overwrite: bool) -> list[str]:
     known = set(old)
     for name in new:
         if name not in known and (out / name).exists():
-            raise CityError(f"{out / name} is in the way and was not written by {TOOL}; move it, or choose another folder.")
+            raise CityError(
+                f"{out / name} is in the way and was not written by {TOOL}; move it, or choose another folder."
+            )
     return old
 
 
@@ -160,7 +168,9 @@ def _staging(out: Path) -> Iterator[Path]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CityError(f"Another {TOOL} is writing to {out}; wait for it, or choose another folder.") from error
+            raise CityError(
+                f"Another {TOOL} is writing to {out}; wait for it, or choose another folder."
+            ) from error
         for entry in stage.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -210,7 +220,8 @@ def _write_pictures(town: Town, options: CityOptions, stage: Path, progress: Pro
         rng = np.random.default_rng([town.seed & 0xFFFFFFFFFFFFFFFF, 11, index])
         return _seed_points(picture.rgb, picture.depth, picture.smooth, pose, lens, share, rng)
 
-    points, colors = [], []
+    points: list[NDArray[np.float32]] = []
+    colors: list[NDArray[np.uint8]] = []
     workers = min(8, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(workers) as pool:
         waiting: list[Future[Any]] = []
@@ -233,7 +244,11 @@ def _write_pictures(town: Town, options: CityOptions, stage: Path, progress: Pro
 
 
 def _collect(
-    future: Future[Any], points: list[Any], colors: list[Any], progress: Progress | None, total: int
+    future: Future[Any],
+    points: list[NDArray[np.float32]],
+    colors: list[NDArray[np.uint8]],
+    progress: Progress | None,
+    total: int,
 ) -> None:
     p, c = future.result()
     points.append(p)
@@ -274,7 +289,10 @@ def _seed_points(
     chosen = np.unique(np.minimum(np.searchsorted(upper, at, side="right"), len(rows) - 1))
     v, u = np.divmod(rows[chosen], lens.width)
     cx, cy = lens.center
-    local = np.stack([(u + 0.5 - cx) / lens.focal, -(v + 0.5 - cy) / lens.focal, -np.ones(len(u))], 1) * z[chosen, None]
+    local = (
+        np.stack([(u + 0.5 - cx) / lens.focal, -(v + 0.5 - cy) / lens.focal, -np.ones(len(u))], 1)
+        * z[chosen, None]
+    )
     world = local @ pose.camera_to_world[:3, :3].T + pose.camera_to_world[:3, 3]
     return world.astype(np.float32), rgb.reshape(-1, 3)[rows[chosen]]
 
@@ -294,7 +312,9 @@ def write_point_cloud(path: Path, points: NDArray[np.float32], colors: NDArray[n
     rows = np.empty(len(points), [("xyz", "<f4", 3), ("rgb", "u1", 3)])
     rows["xyz"], rows["rgb"] = points, colors
     header = ["ply", "format binary_little_endian 1.0", f"element vertex {len(points)}"]
-    header += [f"property float {c}" for c in "xyz"] + [f"property uchar {c}" for c in ("red", "green", "blue")]
+    header += [f"property float {c}" for c in "xyz"] + [
+        f"property uchar {c}" for c in ("red", "green", "blue")
+    ]
     with open(path, "wb") as file:
         file.write(("\n".join([*header, "end_header"]) + "\n").encode("ascii"))
         file.write(rows.tobytes())

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from ns_mgpu_splat.data.city.town import METRES_PER_UNIT, Material, Town
 
 Array = NDArray[np.float32]
-SUN_COLOR = np.float32([1.72, 1.58, 1.34])
-SKY_COLOR = np.float32([0.50, 0.58, 0.70])
-BOUNCE_COLOR = np.float32([0.30, 0.28, 0.25])
+SUN_COLOR = np.array([1.72, 1.58, 1.34], np.float32)
+SKY_COLOR = np.array([0.50, 0.58, 0.70], np.float32)
+BOUNCE_COLOR = np.array([0.30, 0.28, 0.25], np.float32)
 _CELL = 0.05  # world units: half a metre
 
 
@@ -28,7 +28,7 @@ def sun_direction(town: Town) -> Array:
     elevation = math.radians(rng.uniform(40, 55))
     azimuth = math.radians(rng.choice([-60.0, -125.0]) + rng.uniform(-12, 12))
     c = math.cos(elevation)
-    return np.float32([c * math.cos(azimuth), c * math.sin(azimuth), math.sin(elevation)])
+    return np.array([c * math.cos(azimuth), c * math.sin(azimuth), math.sin(elevation)], np.float32)
 
 
 @dataclass
@@ -55,7 +55,9 @@ def _box_blur(a: Array, radius: int) -> Array:
         pad = [(radius + 1, radius) if k == axis else (0, 0) for k in (0, 1)]
         c = np.cumsum(np.pad(a, pad), axis=axis, dtype=np.float64)
         n = a.shape[axis]
-        a = (c.take(range(2 * radius + 1, 2 * radius + 1 + n), axis) - c.take(range(n), axis)) / (2 * radius + 1)
+        a = (c.take(range(2 * radius + 1, 2 * radius + 1 + n), axis) - c.take(range(n), axis)) / (
+            2 * radius + 1
+        )
     return a.astype(np.float32)
 
 
@@ -66,8 +68,8 @@ def height_map(town: Town) -> HeightMap:
     grid = np.zeros((rows, columns), np.float32)
 
     def window(x0: float, x1: float, y0: float, y1: float) -> tuple[slice, slice]:
-        j0, j1 = (int(round((x + hx) / _CELL)) for x in (x0, x1))
-        i0, i1 = (int(round((y + hy) / _CELL)) for y in (y0, y1))
+        j0, j1 = (round((x + hx) / _CELL) for x in (x0, x1))
+        i0, i1 = (round((y + hy) / _CELL) for y in (y0, y1))
         return slice(max(i0, 0), max(i1, 0)), slice(max(j0, 0), max(j1, 0))
 
     for x0, x1, y0, y1, top in town.height_boxes.tolist():
@@ -138,7 +140,9 @@ def shading_normals(town: Town, triangle: NDArray[np.int32], points: Array, norm
     return out
 
 
-def shade(town: Town, heights: HeightMap, albedo: Array, points: Array, normals: Array, lit: NDArray[np.bool_]) -> Array:
+def shade(
+    town: Town, heights: HeightMap, albedo: Array, points: Array, normals: Array, lit: NDArray[np.bool_]
+) -> Array:
     """Display colour of places.
 
     Args:
@@ -157,7 +161,9 @@ def shade(town: Town, heights: HeightMap, albedo: Array, points: Array, normals:
 
 _STEPS = 4096
 _LINEAR = np.linspace(0, 1, _STEPS)
-_SRGB = np.where(_LINEAR <= 0.0031308, 12.92 * _LINEAR, 1.055 * _LINEAR ** (1 / 2.4) - 0.055).astype(np.float32)
+_SRGB = np.where(_LINEAR <= 0.0031308, 12.92 * _LINEAR, 1.055 * _LINEAR ** (1 / 2.4) - 0.055).astype(
+    np.float32
+)
 
 
 def to_display(color: Array) -> Array:

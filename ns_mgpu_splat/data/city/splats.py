@@ -62,7 +62,9 @@ class SplatSampler:
         i = np.arange(start, start + count, dtype=np.int64)
         # Even steps along the summed area choose the triangle, a low-discrepancy sequence the place on it.
         at = (i + self._shift[0]) * (self._upper[-1] / self.n)
-        triangle = np.minimum(np.searchsorted(self._upper, at, side="right"), town.num_triangles - 1).astype(np.int32)
+        triangle = np.minimum(np.searchsorted(self._upper, at, side="right"), town.num_triangles - 1).astype(
+            np.int32
+        )
         a = np.mod(i * _GOLDEN[0] + self._shift[1], 1.0)
         b = np.mod(i * _GOLDEN[1] + self._shift[2], 1.0)
         fold = a + b > 1
@@ -74,7 +76,9 @@ class SplatSampler:
         facets = self._normals[triangle]
         normals = light.shading_normals(town, triangle, means, facets)
         lit = light.march_sun(town, self._heights, means, facets)
-        color = light.shade(town, self._heights, texture.albedo(town, triangle, weights, means), means, normals, lit)
+        color = light.shade(
+            town, self._heights, texture.albedo(town, triangle, weights, means), means, normals, lit
+        )
         scales = np.full((count, 3), np.log(self._radius), np.float32)
         scales[:, 2] = np.log(self._radius * FLATNESS)
         return {
@@ -95,7 +99,9 @@ def _turn_z_to(normals: Array) -> Array:
     return (q / np.linalg.norm(q, axis=1, keepdims=True)).astype(np.float32)
 
 
-def sample_splats(town: Town, n: int, seed: int = 0, start: int = 0, count: int | None = None) -> dict[str, Array]:
+def sample_splats(
+    town: Town, n: int, seed: int = 0, start: int = 0, count: int | None = None
+) -> dict[str, Array]:
     """Rows [start, start + count) of n Gaussians on a town: see `SplatSampler.rows`, which is quicker for many calls."""
     return SplatSampler(town, n, seed).rows(start, n - start if count is None else count)
 

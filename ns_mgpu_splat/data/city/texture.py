@@ -77,11 +77,11 @@ def _facade(u: Array, v: Array, p: Array, color: Array, accent: Array) -> Array:
     r = hashed(bay, level, seed)
 
     n = noise(u, v, seed)
-    out = color * (1 + 0.05 * n)[:, None]
+    out = color * (1 + 0.09 * n)[:, None]
     stone = ground & ((style & Style.STONE_BASE) > 0)
-    out = np.where(stone[:, None], out * np.float32(0.35) + np.float32([0.24, 0.225, 0.20]), out)
+    out = np.where(stone[:, None], out * np.float32(0.35) + np.array([0.24, 0.225, 0.20], np.float32), out)
     out *= np.where(v < 0.45, 0.72, 1.0).astype(np.float32)[:, None]
-    trim = np.float32([0.62, 0.60, 0.56])
+    trim = np.array([0.62, 0.60, 0.56], np.float32)
     band = ((style & Style.BANDS) > 0) & (fv < 0.22) & ~ground
     band |= v > height - 0.3  # eaves
     out[band] = trim * 0.9
@@ -98,9 +98,9 @@ def _facade(u: Array, v: Array, p: Array, color: Array, accent: Array) -> Array:
     # Dark panes, some with curtains, darker under the lintel and paler towards the sill.
     g = glass.nonzero()[0]
     tone = (0.035 + 0.05 * r + 0.05 * (high - fv) / np.maximum(high - low, 0.1))[g]
-    pane = tone[:, None] * np.float32([0.85, 1.0, 1.2])
+    pane = tone[:, None] * np.array([0.85, 1.0, 1.2], np.float32)
     curtain = (r[g] > 0.72) & (fu[g] > 0.28 * half_w[g]) & ~shop[g]
-    pane[curtain] += np.float32([0.30, 0.28, 0.24])
+    pane[curtain] += np.array([0.30, 0.28, 0.24], np.float32)
     pane *= np.where(high[g] - fv[g] < 0.3, 0.6, 1.0).astype(np.float32)[:, None]
     wood = door[g]
     pane[wood] = accent[g][wood]
@@ -113,7 +113,7 @@ def _asphalt(u: Array, v: Array, p: Array, color: Array, accent: Array) -> Array
     n = noise(u, v, p[:, 3])
     side = np.abs(v - width * 0.5)
     wear = np.abs(side - width * 0.25) - 0.75  # wheel tracks are a little paler
-    out = color * (1 + 0.07 * n + 0.05 * (np.abs(wear) < 0.3))[:, None]
+    out = color * (1 + 0.12 * n + 0.05 * (np.abs(wear) < 0.3))[:, None]
     gutter = side > width * 0.5 - 0.3
     out[gutter & marked] *= np.float32(0.82)
     end = np.minimum(u, length - u)
@@ -130,13 +130,13 @@ def _pavement(x: Array, y: Array, p: Array, color: Array) -> Array:
     tone = hashed(i, j, p[:, 0]) - 0.5
     from_middle = np.maximum(np.abs(x / 1.5 - i - 0.5), np.abs(y / 1.5 - j - 0.5))
     line = (from_middle > 0.46).astype(np.float32)
-    return color * (1 + 0.10 * tone + 0.05 * noise(x, y, p[:, 0]) - 0.16 * line)[:, None]
+    return color * (1 + 0.10 * tone + 0.10 * noise(x, y, p[:, 0]) - 0.16 * line)[:, None]
 
 
 def _field(x: Array, y: Array, p: Array, color: Array, accent: Array) -> Array:
     broad = noise(x * np.float32(0.12), y * np.float32(0.12), p[:, 0])
     fine = noise(x, y, p[:, 0])
-    return _mix(color, accent, 0.5 + 0.4 * broad) * (1 + 0.10 * fine)[:, None]
+    return _mix(color, accent, 0.5 + 0.5 * broad) * (1 + 0.16 * fine)[:, None]
 
 
 def _tiles(u: Array, v: Array, p: Array, color: Array) -> Array:
@@ -144,7 +144,7 @@ def _tiles(u: Array, v: Array, p: Array, color: Array) -> Array:
     j = np.floor(row)
     rows = row - j - np.float32(0.5)
     tone = hashed(np.floor(u / np.float32(0.9) + j * np.float32(0.5)), np.floor(j / 2), p[:, 1]) - 0.5
-    return color * (1 + 0.14 * rows + 0.12 * tone + 0.10 * noise(u, v, p[:, 1]))[:, None]
+    return color * (1 + 0.14 * rows + 0.14 * tone + 0.16 * noise(u, v, p[:, 1]))[:, None]
 
 
 def albedo(town: Town, triangle: NDArray[np.int32], weights: Array, points: Array) -> Array:
@@ -172,8 +172,9 @@ def albedo(town: Town, triangle: NDArray[np.int32], weights: Array, points: Arra
             if kind == Material.PLAIN:
                 out[rows] = color * (1 + p[:, 0] * noise(x + z * np.float32(0.7), y + z, p[:, 1]))[:, None]
             elif kind == Material.FOLIAGE:
-                n = noise(x * 1.3 + z * np.float32(0.9), y * 1.3 - z * np.float32(0.8), p[:, 4])
-                out[rows] = color * (1 + 0.35 * n)[:, None]
+                n = noise(x * 2.2 + z * np.float32(1.4), y * 2.2 - z * np.float32(1.5), p[:, 4])
+                n += noise(x * 0.7 - z * np.float32(0.6), y * 0.7 + z * np.float32(0.5), p[:, 4])
+                out[rows] = color * (1 + 0.33 * n)[:, None]
             elif kind == Material.FIELD:
                 out[rows] = _field(x, y, p, color, town.accent[s])
             else:
@@ -181,7 +182,11 @@ def albedo(town: Town, triangle: NDArray[np.int32], weights: Array, points: Arra
             continue
         corner_uv = town.uv[triangle[rows]]
         w = weights[rows]
-        uv = corner_uv[:, 0] + (corner_uv[:, 1] - corner_uv[:, 0]) * w[:, :1] + (corner_uv[:, 2] - corner_uv[:, 0]) * w[:, 1:]
+        uv = (
+            corner_uv[:, 0]
+            + (corner_uv[:, 1] - corner_uv[:, 0]) * w[:, :1]
+            + (corner_uv[:, 2] - corner_uv[:, 0]) * w[:, 1:]
+        )
         u, v = uv[:, 0], uv[:, 1]
         if kind == Material.FACADE:
             out[rows] = _facade(u, v, p, color, town.accent[s])
@@ -202,12 +207,25 @@ def sky(direction: Array) -> Array:
     z = direction[:, 2]
     azimuth = np.arctan2(direction[:, 1], direction[:, 0])
     t = np.clip(z, 0, 1) ** np.float32(0.55)
-    horizon, zenith = np.float32([0.83, 0.89, 0.94]), np.float32([0.36, 0.56, 0.85])
+    horizon, zenith = np.array([0.83, 0.89, 0.94], np.float32), np.array([0.36, 0.56, 0.85], np.float32)
     out = _mix(np.broadcast_to(horizon, direction.shape), np.broadcast_to(zenith, direction.shape), t)
     x, y = direction[:, 0], direction[:, 1]
-    cloud = np.sin(3.1 * x + 1.7 * y + 2.0 * z) + np.sin(-2.3 * x + 3.7 * y + 1.0) + np.sin(5.1 * x - 1.1 * y + 5.0 * z + 2.0)
+    cloud = (
+        np.sin(3.1 * x + 1.7 * y + 2.0 * z)
+        + np.sin(-2.3 * x + 3.7 * y + 1.0)
+        + np.sin(5.1 * x - 1.1 * y + 5.0 * z + 2.0)
+    )
     cloud = np.clip(cloud * np.float32(0.5) - np.float32(0.1), 0, 1) * np.clip(z * 3, 0, 1)
-    out = _mix(out, np.broadcast_to(np.float32([0.95, 0.96, 0.97]), out.shape), cloud * np.float32(0.45))
-    ridge = 0.035 + 0.012 * np.sin(3 * azimuth + 1) + 0.008 * np.sin(7 * azimuth) + 0.004 * np.sin(17 * azimuth + 2)
+    out = _mix(
+        out, np.broadcast_to(np.array([0.95, 0.96, 0.97], np.float32), out.shape), cloud * np.float32(0.45)
+    )
+    ridge = (
+        0.035
+        + 0.012 * np.sin(3 * azimuth + 1)
+        + 0.008 * np.sin(7 * azimuth)
+        + 0.004 * np.sin(17 * azimuth + 2)
+    )
     hill = np.clip((ridge - z) / np.float32(0.006), 0, 1)
-    return _mix(out, np.broadcast_to(np.float32([0.56, 0.66, 0.68]), out.shape), hill).astype(np.float32)
+    return _mix(out, np.broadcast_to(np.array([0.56, 0.66, 0.68], np.float32), out.shape), hill).astype(
+        np.float32
+    )
