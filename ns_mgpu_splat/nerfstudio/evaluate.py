@@ -36,7 +36,8 @@ def evaluate(config_path: Path, *, untrained: bool = False) -> list[ImageScore]:
         raise FileNotFoundError(f"{config_path} does not exist; give the config.yml of a run.")
     if untrained:
         config = yaml.load(config_path.read_text(), Loader=yaml.Loader)
-        pipeline = config.pipeline.setup(device="cpu", test_mode="test")
+        # "val" is the mode of training: the model starts from the seed points instead of waiting for a checkpoint
+        pipeline = config.pipeline.setup(device="cpu", test_mode="val")
         pipeline.eval()
     else:
         from nerfstudio.utils.eval_utils import eval_setup

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A capture: photographs with poses, as found on disk. Reads Nerfstudio folders and COLMAP folders.
+
+`read_capture` looks at the folder and needs no flag. Poses are kept in float64 and in the file's own world, so that
+georeferenced coordinates (millions of metres) lose nothing before they are centred.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ns_mgpu_splat.data import colmap
+from ns_mgpu_splat.data.checks import DatasetError, check_points
+from ns_mgpu_splat.data.colmap import Lens
+from ns_mgpu_splat.data.images import ImageError, probe
+
+kColmapFolders = ("sparse/0", "sparse", "colmap/sparse/0", "colmap/sparse", ".")
+kSeedNames = ("sparse_pc.ply", "points3D.ply", "seed.ply")
+# COLMAP guesses gravity along +y; Nerfstudio's world has z up. The same turn as Nerfstudio's own COLMAP parser makes.
+kWorldFromColmap = np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0], [0, -1.0, 0, 0]])
+# What ns-process-data applied before it wrote `applied_transform` down.
+kOldAppliedTransform = np.array([[0, 1.0, 0, 0], [1.0, 0, 0, 0], [0, 0, -1.0, 0]])
+kOpenGlFromOpenCv = np.diag([1.0, -1.0, -1.0, 1.0])
+
+kLensNames = {
+    "PINHOLE": "opencv",
+    "SIMPLE_PINHOLE": "opencv",
+    "PERSPECTIVE": "opencv",
+    "SIMPLE_RADIAL": "opencv",
+    "RADIAL": "opencv",
+    "OPENCV": "opencv",
+    "OPENCV_FISHEYE": "fisheye",
+}
+
+
+@dataclass
+class Frame:
+    """One photograph. Pixels and principal point as in the file; `camera_to_world` (4, 4) float64, OpenGL axes."""
+
+    name: str
+    label: str  # "frame 146": how the describing file counts it
+    image: Path
+    mask: Path | None
+    depth: Path | None
+    camera_to_world: np.ndarray
+    width: int
+    height: int
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+    lens: Lens
+    orientation: int = 1
+    has_alpha: bool = False
+
+
+@dataclass
+class Capture:
+    """All photographs of a folder, ordered by name.
+
+    Attributes:
+        root: the folder. source: the file that describes it.
+        layout: which kind of folder it is; decides the default split.
+        applied_transform: (3, 4) from the original world to the frames' world, or None.
+        listed_split: names of frames by split, where the file lists them.
+        seed_file: point cloud (.ply) in the frames' world, or None.
+        seed_reconstruction: COLMAP folder with points in COLMAP's world, or None.
+    """
+
+    root: Path
+    source: Path
+    layout: Literal["nerfstudio", "colmap"]
+    frames: list[Frame]
+    applied_transform: np.ndarray | None = None
+    applied_scale: float = 1.0
+    orientation_override: str | None = None
+    listed_split: dict[str, set[Path]] = field(default_factory=dict)
+    seed_file: Path | None = None
+    seed_reconstruction: Path | None = None
+    depth_unit: float = 1e-3
+
+    def read_points(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Seed points in the frames' world: (N, 3) float64 and colours (N, 3) uint8; None where there are none."""
+        if self.seed_file is not None:
+            xyz, rgb = read_ply_points(self.seed_file)
+            check_points(xyz, self.seed_file)
+        elif self.seed_reconstruction is not None:
+            xyz, rgb, path = colmap.read_points(self.seed_reconstruction)
+            check_points(xyz, path)
+            applied = self.applied_transform
+            if applied is not None:
+                xyz = xyz @ applied[:, :3].T + applied[:, 3]
+        else:
+            return None
+        return (xyz, rgb) if len(xyz) else None
+
+
+def read_capture(
+    path: Path,
+    images_path: Path | None = None,
+    colmap_path: Path | None = None,
+    masks_path: Path | None = None,
+) -> Capture:
+    """Read what describes a folder of photographs.
+
+    Args:
+        path: a folder with `transforms.json`, a folder with `images` and `sparse/0`, or a .json file.
+        images_path, colmap_path: of a COLMAP folder, relative to it; None: where they usually are.
+        masks_path: of a COLMAP folder; masks have the images' names with the suffix .png.
+    Raises: DatasetError, with the file's name.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DatasetError(f"{path} does not exist. Give the folder of a capture with --data.")
+    if path.is_file():
+        if path.suffix != ".json":
+            raise DatasetError(f"{path} is a file. Give the folder of a capture, or its transforms.json.")
+        return _read_transforms(path)
+    if (path / "transforms.json").is_file() and colmap_path is None:
+        return _read_transforms(path / "transforms.json")
+    candidates = [str(colmap_path)] if colmap_path is not None else kColmapFolders
+    for name in candidates:
+        folder = path / name
+        if any(
+            (folder / f"{stem}{suffix}").is_file()
+            for stem in ("cameras", "images")
+            for suffix in (".bin", ".txt")
+        ):
+            return _read_colmap(path, folder, images_path, masks_path)
+    if not any(path.iterdir()):
+        raise DatasetError(f"{path} is an empty folder. Give the folder of a capture with --data.")
+    raise DatasetError(
+        f"{path} has neither a transforms.json (Nerfstudio) nor a {candidates[0]}/cameras.bin (COLMAP): there are no "
+        "cameras. Run `ns-process-data` or COLMAP on the photographs first."
+    )
+
+
+def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path: Path | None) -> Capture:
+    cameras, cameras_file = colmap.read_cameras(folder)
+    images, images_file = colmap.read_images(folder)
+    if not cameras:
+        raise DatasetError(f"{cameras_file} holds no cameras. Run COLMAP's mapper again.")
+    if not images:
+        raise DatasetError(f"{images_file} holds no images. Run COLMAP's mapper again.")
+    images_dir = root / (images_path if images_path is not None else "images")
+    if not images_dir.is_dir():
+        raise DatasetError(
+            f"{images_dir} does not exist, but {images_file} names {len(images):,} images. Copy the photographs "
+            "there, or name their folder with --pipeline.datamanager.dataparser.images-path."
+        )
+    world = np.vstack([kWorldFromColmap, [0, 0, 0, 1.0]])
+    frames = []
+    for number, image in enumerate(images):
+        if image.camera_id not in cameras:
+            raise DatasetError(
+                f"{images_file}: image {image.name} uses camera {image.camera_id}, which {cameras_file.name} lacks. "
+                "Both files must come from one reconstruction."
+            )
+        camera = cameras[image.camera_id]
+        pose = np.eye(4)
+        pose[:3, :3] = image.rotation.T
+        pose[:3, 3] = -image.rotation.T @ image.translation
+        frames.append(
+            Frame(
+                name=image.name,
+                label=f"image {number}",
+                image=images_dir / image.name,
+                mask=(root / masks_path / image.name).with_suffix(".png") if masks_path is not None else None,
+                depth=None,
+                camera_to_world=world @ pose @ kOpenGlFromOpenCv,
+                width=camera.width,
+                height=camera.height,
+                fx=camera.fx,
+                fy=camera.fy,
+                cx=camera.cx,
+                cy=camera.cy,
+                lens=camera.lens,
+            )
+        )
+    frames.sort(key=lambda f: f.name)
+    has_points = any((folder / f"points3D{suffix}").is_file() for suffix in (".bin", ".txt"))
+    split = {}
+    for name in ("train", "val", "test"):
+        listing = root / f"{'validation' if name == 'val' else name}_list.txt"
+        if listing.is_file():
+            split[name] = {
+                images_dir / line.strip() for line in listing.read_text().splitlines() if line.strip()
+            }
+    return Capture(
+        root=root,
+        source=images_file,
+        layout="colmap",
+        frames=frames,
+        applied_transform=kWorldFromColmap.copy(),
+        listed_split=split,
+        seed_reconstruction=folder if has_points else None,
+    )
+
+
+def _read_transforms(path: Path) -> Capture:
+    root = path.parent
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DatasetError(
+            f"{path} is no valid JSON: {error}. It may be cut short; write it again."
+        ) from None
+    entries = meta.get("frames") if isinstance(meta, dict) else None
+    if not isinstance(entries, list):
+        raise DatasetError(f'{path} has no list "frames". It must be a Nerfstudio transforms.json.')
+    if not entries:
+        raise DatasetError(f"{path} lists no frames: there are no images. Run `ns-process-data` again.")
+    problems: list[str] = []
+    frames: list[Frame] = []
+    for number, entry in enumerate(entries):
+        try:
+            frames.append(_frame(number, entry, meta, root, path))
+        except DatasetError as error:
+            problems += error.problems
+    if problems:
+        raise DatasetError(list(dict.fromkeys(problems)), root)
+    for what in ("mask", "depth"):
+        having = sum(getattr(f, what) is not None for f in frames)
+        if 0 < having < len(frames):
+            lacking = next(f for f in frames if getattr(f, what) is None)
+            key = "mask_path" if what == "mask" else "depth_file_path"
+            raise DatasetError(
+                f"{path}: {having:,} of {len(frames):,} frames have a {key}, {lacking.name} has none. Give every frame "
+                "one, or none."
+            )
+    frames.sort(key=lambda f: str(f.image))
+    old_reconstruction = root / "colmap" / "sparse" / "0"
+    applied = None
+    if "applied_transform" in meta:
+        applied = _matrix(meta["applied_transform"], (3, 4), f"{path}: applied_transform")
+    elif old_reconstruction.is_dir():
+        applied = kOldAppliedTransform.copy()
+    seed, reconstruction = None, None
+    if meta.get("ply_file_path"):
+        seed = root / meta["ply_file_path"]
+        if not seed.is_file():
+            raise DatasetError(
+                f"{seed} is missing, but {path.name} names it in ply_file_path. Restore it, or remove the entry to "
+                "start from random points."
+            )
+    else:
+        seed = next((root / name for name in kSeedNames if (root / name).is_file()), None)
+        if seed is None and any((old_reconstruction / f"points3D{s}").is_file() for s in (".bin", ".txt")):
+            reconstruction = old_reconstruction
+    split = {
+        name: {root / entry for entry in meta[f"{name}_filenames"]}
+        for name in ("train", "val", "test")
+        if f"{name}_filenames" in meta
+    }
+    known = {f.image for f in frames}
+    for name, members in split.items():
+        unknown = sorted(str(m.relative_to(root)) for m in members - known)
+        if unknown:
+            raise DatasetError(
+                f"{path}: {name}_filenames names {unknown[0]}"
+                + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
+                + ", which no frame has. Correct the list."
+            )
+    return Capture(
+        root=root,
+        source=path,
+        layout="nerfstudio",
+        frames=frames,
+        applied_transform=applied,
+        applied_scale=float(meta.get("applied_scale", 1.0)),
+        orientation_override=meta.get("orientation_override"),
+        listed_split=split,
+        seed_file=seed,
+        seed_reconstruction=reconstruction,
+    )
+
+
+def _matrix(value: Any, shape: tuple[int, int], where: str) -> np.ndarray:
+    try:
+        matrix = np.array(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        matrix = np.empty(0)
+    if matrix.shape == (3, 4) and shape == (4, 4):
+        matrix = np.vstack([matrix, [0, 0, 0, 1.0]])
+    if matrix.shape != shape:
+        raise DatasetError(f"{where} is no {shape[0]}x{shape[1]} matrix of numbers. Correct it there.")
+    return matrix
+
+
+def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path) -> Frame:
+    label = f"frame {number}"
+    if not isinstance(entry, dict) or not isinstance(entry.get("file_path"), str):
+        raise DatasetError(f"{path}: {label} has no file_path. Correct it there.")
+    name = entry["file_path"]
+
+    def value(key: str) -> Any:
+        return entry.get(key, meta.get(key))
+
+    def number_of(key: str, default: float | None = None) -> float:
+        given = value(key)
+        if given is None:
+            if default is not None:
+                return default
+            raise DatasetError(f"{path}: {label} ({name}) has no {key}, and neither has the file. Add it.")
+        try:
+            return float(given)
+        except (TypeError, ValueError):
+            raise DatasetError(f"{path}: {key} of {label} ({name}) is {given!r}, not a number.") from None
+
+    model = value("camera_model") or "OPENCV"
+    if model not in kLensNames:
+        raise DatasetError(
+            f"{path}: {label} ({name}) has the camera model {model}, which is not supported. Supported are "
+            f"{', '.join(kLensNames)}; undistort the images first."
+        )
+    if entry.get("transform_matrix") is None:
+        raise DatasetError(f"{path}: {label} ({name}) has no transform_matrix. Add it, or remove the frame.")
+    pose = _matrix(entry["transform_matrix"], (4, 4), f"{path}: transform_matrix of {label} ({name})")
+    image = root / name
+    if not image.suffix and not image.exists():  # NeRF's synthetic scenes leave the suffix out
+        image = next((p for p in (image.with_suffix(s) for s in (".png", ".jpg")) if p.exists()), image)
+    width, height = value("w"), value("h")
+    if width is None or height is None:
+        try:
+            width, height = probe(image).size
+        except (ImageError, OSError):
+            raise DatasetError(
+                f"{path}: {label} ({name}) has no w and h, and {image} cannot be read. Add w and h, or the image."
+            ) from None
+    width, height = int(number_of("w", width)), int(number_of("h", height))
+    if value("fl_x") is None and value("camera_angle_x") is not None:
+        fx = 0.5 * width / math.tan(0.5 * number_of("camera_angle_x"))
+    else:
+        fx = number_of("fl_x")
+    given = value("distortion_params")
+    if given is not None:  # Nerfstudio's order: k1 k2 k3 k4 p1 p2
+        k1, k2, k3, k4, p1, p2 = (*map(float, given), 0, 0, 0, 0, 0, 0)[:6]
+    else:
+        k1, k2, k3, k4, p1, p2 = (number_of(key, 0.0) for key in ("k1", "k2", "k3", "k4", "p1", "p2"))
+    if kLensNames[model] == "fisheye":
+        lens = Lens("fisheye", (k1, k2, k3, k4))
+    elif any((k1, k2, k3, k4, p1, p2)):
+        lens = Lens("opencv", (k1, k2, p1, p2, k3, k4))
+    else:
+        lens = Lens()
+    mask, depth = entry.get("mask_path"), entry.get("depth_file_path")
+    return Frame(
+        name=name,
+        label=label,
+        image=image,
+        mask=root / mask if mask else None,
+        depth=root / depth if depth else None,
+        camera_to_world=pose,
+        width=width,
+        height=height,
+        fx=fx,
+        fy=number_of("fl_y", fx),
+        cx=number_of("cx", width / 2),
+        cy=number_of("cy", height / 2),
+        lens=lens,
+    )
+
+
+def read_ply_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Positions (N, 3) float64 and colours (N, 3) uint8 of a point cloud; grey where the file has no colours."""
+    from plyfile import PlyData, PlyParseError
+
+    try:
+        vertex = PlyData.read(str(path))["vertex"].data
+        xyz = np.stack([np.asarray(vertex[axis], dtype=np.float64) for axis in ("x", "y", "z")], axis=1)
+    except (PlyParseError, KeyError, ValueError, OSError, UnicodeDecodeError) as error:
+        reason = str(error).strip() or "no vertices with x, y and z"
+        raise DatasetError(
+            f"{path} cannot be read as a point cloud: {reason}. It may be cut short; write it again, or remove it to "
+            "start from random points."
+        ) from None
+    names = vertex.dtype.names or ()
+    for channels in (
+        ("red", "green", "blue"),
+        ("r", "g", "b"),
+        ("diffuse_red", "diffuse_green", "diffuse_blue"),
+    ):
+        if all(c in names for c in channels):
+            colors = np.stack([np.asarray(vertex[c]) for c in channels], axis=1)
+            if colors.dtype.kind == "f":
+                colors = np.nan_to_num(colors * (255 if not len(colors) or colors.max() <= 1 else 1)).round()
+            return xyz, colors.clip(0, 255).astype(np.uint8)
+    if all(f"f_dc_{i}" in names for i in range(3)):
+        dc = np.stack([np.asarray(vertex[f"f_dc_{i}"]) for i in range(3)], axis=1)
+        return xyz, ((dc * 0.28209479177387814 + 0.5) * 255).clip(0, 255).round().astype(np.uint8)
+    return xyz, np.full((len(xyz), 3), 128, dtype=np.uint8)

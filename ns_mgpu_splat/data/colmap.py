@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read COLMAP reconstructions (binary or text) with numpy alone.
+
+Format: https://colmap.github.io/format.html. A file that ends early, an unknown camera model or a dangling id raises
+`DatasetError` with the file's name. 2D observations are skipped, not parsed: they are most of `images.bin`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ns_mgpu_splat.data.checks import DatasetError
+
+# model id: (name, number of parameters); ids as in COLMAP's src/colmap/sensor/models.h
+kModels = {
+    0: ("SIMPLE_PINHOLE", 3),
+    1: ("PINHOLE", 4),
+    2: ("SIMPLE_RADIAL", 4),
+    3: ("RADIAL", 5),
+    4: ("OPENCV", 8),
+    5: ("OPENCV_FISHEYE", 8),
+    6: ("FULL_OPENCV", 12),
+    7: ("FOV", 5),
+    8: ("SIMPLE_RADIAL_FISHEYE", 4),
+    9: ("RADIAL_FISHEYE", 5),
+    10: ("THIN_PRISM_FISHEYE", 12),
+    11: ("RAD_TAN_THIN_PRISM_FISHEYE", 16),
+}
+kParameters = dict(kModels.values())
+kSupported = (
+    "SIMPLE_PINHOLE, PINHOLE, SIMPLE_RADIAL, RADIAL, OPENCV, FULL_OPENCV, OPENCV_FISHEYE, "
+    "SIMPLE_RADIAL_FISHEYE, RADIAL_FISHEYE"
+)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """How far a lens is from a pinhole; coefficients in OpenCV's order.
+
+    kind "opencv": k1 k2 p1 p2 k3 k4 k5 k6; "fisheye": k1 k2 k3 k4; "pinhole": none.
+    """
+
+    kind: str = "pinhole"
+    coefficients: tuple[float, ...] = ()
+
+    @property
+    def distorts(self) -> bool:
+        return any(c != 0 for c in self.coefficients) or self.kind == "fisheye"
+
+
+@dataclass(frozen=True)
+class ColmapCamera:
+    """Intrinsics in pixels; the principal point counts from the image's corner (pixel centres at +0.5)."""
+
+    width: int
+    height: int
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+    lens: Lens
+
+
+@dataclass(frozen=True)
+class ColmapImage:
+    """A registered image: its name and its world-to-camera transform (OpenCV axes), float64."""
+
+    name: str
+    camera_id: int
+    rotation: np.ndarray  # (3, 3)
+    translation: np.ndarray  # (3,)
+
+
+class _Bytes:
+    """A cursor over a binary file that knows its name when it runs out."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path, self.what, self.at = path, what, 0
+        self.data = path.read_bytes()
+        self.done, self.count = 0, 0
+
+    def cut_short(self) -> DatasetError:
+        return DatasetError(
+            f"{self.path} is cut short: it promises {self.count:,} {self.what} and ends within number "
+            f"{self.done + 1:,}. Copy it again, or export the reconstruction anew."
+        )
+
+    def take(self, layout: struct.Struct) -> tuple:
+        if self.at + layout.size > len(self.data):
+            raise self.cut_short()
+        values = layout.unpack_from(self.data, self.at)
+        self.at += layout.size
+        return values
+
+    def take_name(self) -> str:
+        end = self.data.find(b"\0", self.at)
+        if end < 0:
+            raise self.cut_short()
+        name = self.data[self.at : end].decode("utf-8", errors="replace")
+        self.at = end + 1
+        return name
+
+    def skip(self, count: int) -> None:
+        if self.at + count > len(self.data):
+            raise self.cut_short()
+        self.at += count
+
+
+def camera_from_model(model: str, width: int, height: int, p: tuple[float, ...], where: str) -> ColmapCamera:
+    """Intrinsics of a COLMAP camera model. Raises DatasetError for one we cannot undistort."""
+    if model in kParameters and len(p) != kParameters[model]:
+        raise DatasetError(f"{where} has {len(p)} parameters, but {model} has {kParameters[model]}.")
+    if model == "SIMPLE_PINHOLE":
+        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens())
+    if model == "PINHOLE":
+        return ColmapCamera(width, height, p[0], p[1], p[2], p[3], Lens())
+    if model == "SIMPLE_RADIAL":
+        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens("opencv", (p[3],)))
+    if model == "RADIAL":
+        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens("opencv", (p[3], p[4])))
+    if model in ("OPENCV", "FULL_OPENCV"):
+        return ColmapCamera(width, height, p[0], p[1], p[2], p[3], Lens("opencv", tuple(p[4:])))
+    if model == "OPENCV_FISHEYE":
+        return ColmapCamera(width, height, p[0], p[1], p[2], p[3], Lens("fisheye", tuple(p[4:])))
+    if model in ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE"):
+        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens("fisheye", tuple(p[3:])))
+    raise DatasetError(
+        f"{where} has the camera model {model}, which is not supported. Supported are {kSupported}; undistort the "
+        "images with `colmap image_undistorter` first."
+    )
+
+
+def _pick(folder: Path, stem: str) -> Path:
+    for suffix in (".bin", ".txt"):
+        if (folder / (stem + suffix)).is_file():
+            return folder / (stem + suffix)
+    raise DatasetError(f"{folder} has no {stem}.bin and no {stem}.txt. Export the whole reconstruction.")
+
+
+def _records(path: Path) -> list[str]:
+    """The lines of a COLMAP text file that are not comments, right-stripped; blank lines stay."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [line.rstrip() for line in text.splitlines() if not line.lstrip().startswith("#")]
+
+
+def _promised(path: Path, what: str) -> int | None:
+    """The count in a text file's header comment (`# Number of images: 12, ...`), or None."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.startswith("#"):
+                return None
+            if line.lower().startswith(f"# number of {what}:"):
+                digits = line.split(":", 1)[1].split(",")[0].strip()
+                return int(digits) if digits.isdigit() else None
+    return None
+
+
+def _check_promise(path: Path, what: str, found: int) -> None:
+    promised = _promised(path, what)
+    if promised is not None and found < promised:
+        raise DatasetError(
+            f"{path} is cut short: it promises {promised:,} {what} and holds {found:,}. Copy it again, or export "
+            "the reconstruction anew."
+        )
+
+
+def read_cameras(folder: Path) -> tuple[dict[int, ColmapCamera], Path]:
+    """Cameras by id, and the file they came from."""
+    path = _pick(folder, "cameras")
+    cameras: dict[int, ColmapCamera] = {}
+    if path.suffix == ".bin":
+        file = _Bytes(path, "cameras")
+        (file.count,) = file.take(struct.Struct("<Q"))
+        for _ in range(file.count):
+            camera_id, model_id, width, height = file.take(struct.Struct("<iiQQ"))
+            if model_id not in kModels:
+                raise DatasetError(
+                    f"{path}: camera {camera_id} has the unknown camera model number {model_id}. Supported are "
+                    f"{kSupported}; undistort the images with `colmap image_undistorter` first."
+                )
+            model, parameters = kModels[model_id]
+            values = file.take(struct.Struct(f"<{parameters}d"))
+            where = f"{path}: camera {camera_id}"
+            cameras[camera_id] = camera_from_model(model, width, height, values, where)
+            file.done += 1
+        return cameras, path
+    for line in filter(None, _records(path)):
+        fields = line.split()
+        where = f"{path}: camera {fields[0]}"
+        try:
+            camera_id, width, height = int(fields[0]), int(fields[2]), int(fields[3])
+            values = tuple(float(f) for f in fields[4:])
+        except (IndexError, ValueError):
+            raise DatasetError(
+                f"{path} is cut short or damaged at the line '{line[:60]}'. Copy it again."
+            ) from None
+        cameras[camera_id] = camera_from_model(fields[1], width, height, values, where)
+    _check_promise(path, "cameras", len(cameras))
+    return cameras, path
+
+
+def rotation_from_quaternion(q: tuple[float, float, float, float]) -> np.ndarray:
+    """The (3, 3) rotation of a quaternion (w, x, y, z), normalised first; NaN stays NaN."""
+    w, x, y, z = np.asarray(q, dtype=np.float64) / np.linalg.norm(q)
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def read_images(folder: Path) -> tuple[list[ColmapImage], Path]:
+    """Registered images in the file's order, and the file they came from."""
+    path = _pick(folder, "images")
+    images: list[ColmapImage] = []
+    if path.suffix == ".bin":
+        file = _Bytes(path, "images")
+        head, points = struct.Struct("<i7di"), struct.Struct("<Q")
+        (file.count,) = file.take(points)
+        for _ in range(file.count):
+            _, *pose, camera_id = file.take(head)
+            name = file.take_name()
+            (observations,) = file.take(points)
+            file.skip(24 * observations)
+            rotation = rotation_from_quaternion((pose[0], pose[1], pose[2], pose[3]))
+            images.append(ColmapImage(name, camera_id, rotation, np.array(pose[4:])))
+            file.done += 1
+        return images, path
+    lines = _records(path)
+    while lines and not lines[0]:
+        lines.pop(0)
+    for line in lines[0::2]:  # every second line holds 2D observations and may be empty
+        if not line:
+            continue
+        fields = line.split(maxsplit=9)
+        try:
+            pose = [float(f) for f in fields[1:8]]
+            camera_id, name = int(fields[8]), fields[9]
+        except (IndexError, ValueError):
+            raise DatasetError(
+                f"{path} is cut short or damaged at the line '{line[:60]}'. Copy it again."
+            ) from None
+        rotation = rotation_from_quaternion((pose[0], pose[1], pose[2], pose[3]))
+        images.append(ColmapImage(name, camera_id, rotation, np.array(pose[4:])))
+    _check_promise(path, "images", len(images))
+    return images, path
+
+
+def read_points(folder: Path) -> tuple[np.ndarray, np.ndarray, Path]:
+    """Triangulated points: positions (N, 3) float64, colours (N, 3) uint8, and the file they came from."""
+    path = _pick(folder, "points3D")
+    if path.suffix == ".bin":
+        file = _Bytes(path, "points")
+        count = struct.Struct("<Q")
+        (file.count,) = file.take(count)
+        point = struct.Struct("<Q3d3BdQ")
+        if file.count * point.size > len(file.data):
+            raise DatasetError(
+                f"{path} is cut short: it promises {file.count:,} points and is only {len(file.data):,} bytes long. "
+                "Copy it again, or export the reconstruction anew."
+            )
+        xyz, rgb = np.empty((file.count, 3)), np.empty((file.count, 3), dtype=np.uint8)
+        for row in range(file.count):
+            _, x, y, z, r, g, b, _, track = file.take(point)
+            file.skip(8 * track)
+            xyz[row], rgb[row] = (x, y, z), (r, g, b)
+            file.done += 1
+        return xyz, rgb, path
+    rows = [line.split(maxsplit=7)[1:7] for line in _records(path) if line]
+    try:
+        table = np.array(rows, dtype=np.float64).reshape(-1, 6)
+    except ValueError:
+        raise DatasetError(
+            f"{path} is cut short or damaged: a line has fewer than 7 fields. Copy it again."
+        ) from None
+    _check_promise(path, "points", len(table))
+    return table[:, :3], table[:, 3:].clip(0, 255).astype(np.uint8), path

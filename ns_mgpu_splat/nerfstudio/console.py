@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line of numbers while training: step, loss, PSNR, Gaussians, memory of each shard, steps a second, time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+from nerfstudio.configs.base_config import LocalWriterConfig
+from nerfstudio.utils import writer
+from nerfstudio.utils.writer import EventName, LocalWriter
+
+kLineEvery = 10.0  # seconds between lines that stay, where the output is no terminal
+
+
+@dataclass
+class ProgressWriterConfig(LocalWriterConfig):
+    """The progress line."""
+
+    _target: type = field(default_factory=lambda: ProgressWriter)
+    """Class that prints the line."""
+    enable: bool = True
+    """Print a line of numbers while training; off prints nothing between start and end."""
+
+
+class ProgressWriter(LocalWriter):
+    """Rewrites one line in a terminal; in a log file it writes one now and then."""
+
+    def __init__(self, config: ProgressWriterConfig, banner_messages: list[str] | None = None) -> None:
+        super().__init__(config, banner_messages)
+        self.latest: dict[str, float] = {}
+        self.last_line = 0.0
+        self.terminal = sys.stdout.isatty()
+        if banner_messages:
+            print(*banner_messages, sep="\n")
+
+    def write_stats_log(self, step: int) -> None:
+        """Take in the stored events and print where the step is one that logs."""
+        for event in writer.EVENT_STORAGE:
+            name, value = event["name"], event["event"]
+            if isinstance(value, dict):
+                self.latest.update({f"{name}/{key}": entry for key, entry in value.items()})
+            else:
+                self.latest[name] = value
+        if step % writer.GLOBAL_BUFFER["steps_per_log"]:
+            return
+        now = time.monotonic()
+        if self.terminal:
+            print(f"\r\033[K{self.line(step)}", end="", flush=True)
+        elif now - self.last_line >= kLineEvery or step == 0:
+            self.last_line = now
+            print(self.line(step), flush=True)
+
+    def finish(self, step: int) -> None:
+        """Leave the last line standing."""
+        if self.latest:
+            print(f"{chr(13) if self.terminal else ''}{self.line(step)}", flush=True)
+
+    def line(self, step: int) -> str:
+        """The numbers of a step, in a fixed order; those that are not known yet are left out."""
+
+        def known(name: str, text: str) -> str | None:
+            value = self.latest.get(name)
+            return None if value is None else text.format(float(value))
+
+        memory = [
+            float(value)
+            for name, value in sorted(self.latest.items())
+            if name.startswith("Train Metrics Dict/memory_mib/")
+        ]
+        last = int(writer.GLOBAL_BUFFER["max_iter"])
+        seconds = self.latest.get(EventName.ETA.value)
+        parts = [
+            f"step {step + 1:,}/{last:,}",
+            known("Train Loss", "loss {:.4f}"),
+            known("Train Metrics Dict/psnr", "PSNR {:.2f} dB"),
+            known("Train Metrics Dict/gaussian_count", "{:,.0f} Gaussians"),
+            "MiB per shard " + " ".join(f"{used:,.0f}" for used in memory) if memory else None,
+            known("Train Iter / Sec", "{:.2f} steps/s"),
+            known("Eval Images Metrics/psnr", "held-out {:.2f} dB"),
+            None if seconds is None else f"{_clock(float(seconds))} left",
+        ]
+        return "  ".join(part for part in parts if part)
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"

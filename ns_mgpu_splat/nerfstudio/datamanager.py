@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand out whole images and cameras, reading ahead and keeping a bounded number of bytes.
+
+The order of training images is a function of (seed, step) alone: a resumed run sees the images that an uninterrupted
+one would have seen, and there is no sampler state to lose. Images stay uint8 until the loss; they are copied to the
+device of the model one by one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.datamanagers.base_datamanager import DataManager
+from nerfstudio.data.datamanagers.full_images_datamanager import (
+    FullImageDatamanager,
+    FullImageDatamanagerConfig,
+)
+from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
+from nerfstudio.data.datasets.base_dataset import InputDataset
+from torch.nn import Parameter
+from tyro.conf import Suppress
+
+from ns_mgpu_splat.data.checks import DatasetError, Level
+from ns_mgpu_splat.data.images import BoundedCache, ImageSource
+from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
+
+kReadAhead = 4  # images; two threads decode a 12-megapixel JPEG in about 0.1 s
+
+
+@dataclass
+class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
+    """Where images come from and how many of them stay in memory."""
+
+    _target: type = field(default_factory=lambda: MgpuSplatDatamanager)
+    """Class that hands out images."""
+    data: Path | None = None
+    """Folder of the capture; --data sets it."""
+    dataparser: MgpuSplatDataParserConfig = field(default_factory=MgpuSplatDataParserConfig)  # type: ignore[assignment]
+    """How the folder is read: down-scaling, held-out images, orientation, seed points."""
+    image_cache_gib: float = 8.0
+    """Host memory for decoded images in GiB, at most half of the machine's. Images beyond it are read again when their
+    turn comes: lower it when the machine swaps, raise it when the disk is slow."""
+    max_thread_workers: int | None = 2
+    """Threads that decode images ahead of use. Raise it when steps wait for images; None takes one a core."""
+    train_cameras_sampling_seed: int = 42
+    """Seed of the order in which training images are drawn; every image is seen once an epoch."""
+
+    camera_res_scale_factor: Suppress[float] = 1.0
+    eval_num_images_to_sample_from: Suppress[int] = -1
+    eval_num_times_to_repeat_images: Suppress[int] = -1
+    eval_image_indices: Suppress[tuple[int, ...] | None] = None
+    cache_images: Suppress[Literal["cpu", "gpu"]] = "gpu"
+    cache_images_type: Suppress[Literal["uint8", "float32"]] = "uint8"
+    train_cameras_sampling_strategy: Suppress[Literal["random", "fps"]] = "random"
+    fps_reset_every: Suppress[int] = 100
+    masks_on_gpu: Suppress[bool] = False
+    images_on_gpu: Suppress[bool] = False
+
+
+@dataclass
+class Picture:
+    """A decoded image (H, W, 3 or 4) uint8 and its mask (H, W, 1) bool, on the host."""
+
+    image: torch.Tensor
+    mask: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes + (self.mask.nbytes if self.mask is not None else 0)
+
+
+def read_picture(source: ImageSource) -> Picture:
+    """Decode, rescale and undistort one image; in pinned memory where there is CUDA."""
+    image, mask = source.read()
+    pixels = torch.from_numpy(np.ascontiguousarray(image))
+    if not pixels.is_contiguous() or not image.flags.writeable:
+        pixels = pixels.clone()
+    if torch.cuda.is_available():
+        pixels = pixels.pin_memory()
+    return Picture(pixels, torch.from_numpy(mask) if mask is not None else None)
+
+
+class SplatDataset(InputDataset):
+    """Images of a split; items are what Nerfstudio's viewer and tools expect, `picture` is what training uses."""
+
+    exclude_batch_keys_from_device = ["image", "mask"]  # noqa: RUF012 - Nerfstudio's type
+
+    def __init__(self, outputs: DataparserOutputs, cache_bytes: int, workers: int) -> None:
+        super().__init__(outputs)
+        sources: list[ImageSource] = outputs.metadata["sources"]
+        self.pictures: BoundedCache[Picture] = BoundedCache(
+            lambda index: read_picture(sources[index]), lambda picture: picture.nbytes, cache_bytes, workers
+        )
+
+    def picture(self, index: int) -> Picture:
+        """The decoded image of an index, from memory or disk. Raises ImageError."""
+        return self.pictures.get(index)
+
+    def get_numpy_image(self, image_idx: int) -> np.ndarray:
+        """(H, W, 3) uint8; transparent pixels on black, since Nerfstudio's tools write JPEG files."""
+        image = self.picture(image_idx).image.numpy()
+        if image.shape[2] == 4:
+            image = (image[..., :3].astype(np.uint16) * image[..., 3:] // 255).astype(np.uint8)
+        return image
+
+    def get_data(self, image_idx: int, image_type: Literal["uint8", "float32"] = "float32") -> dict[str, Any]:
+        """Nerfstudio's item: "image_idx", "image" and, where there is one, "mask"."""
+        image = torch.from_numpy(self.get_numpy_image(image_idx))
+        data: dict[str, Any] = {
+            "image_idx": image_idx,
+            "image": image.float() / 255 if image_type == "float32" else image,
+        }
+        mask = self.picture(image_idx).mask
+        if mask is not None:
+            data["mask"] = mask
+        return data
+
+
+class EvalImages:
+    """All held-out images as (camera, batch), read one after the other; has a length, as Nerfstudio wants."""
+
+    def __init__(self, dataset: SplatDataset, device: torch.device | str) -> None:
+        self.dataset, self.device = dataset, device
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Cameras, dict[str, Any]]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return make_batch(self.dataset, index, self.device)
+
+    def __iter__(self) -> Iterator[tuple[Cameras, dict[str, Any]]]:
+        for index in range(len(self)):
+            self.dataset.pictures.prefetch(range(index + 1, min(index + 3, len(self))))
+            yield self[index]
+
+
+def make_batch(
+    dataset: SplatDataset, index: int, device: torch.device | str
+) -> tuple[Cameras, dict[str, Any]]:
+    """One camera (batch shape (1,), on the host) and its image on `device`."""
+    picture = dataset.picture(index)
+    batch: dict[str, Any] = {"image_idx": index, "image": picture.image.to(device)}
+    if picture.mask is not None:
+        batch["mask"] = picture.mask.to(device)
+    camera = dataset.cameras[index : index + 1]
+    camera.metadata = {"cam_idx": index}
+    return camera, batch
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of `count` images in an epoch: a permutation that depends on nothing else."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+class MgpuSplatDatamanager(FullImageDatamanager):
+    """See the module's text. Exits with the list of everything that is wrong with the capture."""
+
+    config: MgpuSplatDatamanagerConfig
+    train_dataset: SplatDataset
+    eval_dataset: SplatDataset
+
+    def __init__(
+        self,
+        config: MgpuSplatDatamanagerConfig,
+        device: torch.device | str = "cpu",
+        test_mode: Literal["test", "val", "inference"] = "val",
+        world_size: int = 1,
+        local_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.world_size, self.local_rank = world_size, local_rank
+        self.sampler = None
+        self.test_mode = test_mode
+        self.test_split = "test" if test_mode in ("test", "inference") else "val"
+        self.dataparser_config = config.dataparser
+        if config.data is not None:
+            config.dataparser.data = Path(config.data)
+        else:
+            config.data = config.dataparser.data
+        levels: dict[str, Level] = {"val": "full", "test": "sizes", "inference": "none"}
+        self.dataparser = config.dataparser.setup()
+        self.dataparser.level = levels[test_mode]
+        self.dataparser.want_points = test_mode == "val"
+        self.includes_time = False
+        try:
+            self.train_dataparser_outputs = self.dataparser.get_dataparser_outputs(split="train")
+            self.train_dataset = self.create_train_dataset()
+            self.eval_dataset = self.create_eval_dataset()
+        except DatasetError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
+        self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
+        self._order: tuple[int, np.ndarray] | None = None
+        self._next_eval = 0
+        DataManager.__init__(self)
+
+    def _workers(self) -> int:
+        return self.config.max_thread_workers or os.cpu_count() or 1
+
+    def _cache_bytes(self) -> int:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(min(self.config.image_cache_gib * 2**30, memory / 2))
+
+    def create_train_dataset(self) -> SplatDataset:
+        """The images to train on, with most of the cache."""
+        return SplatDataset(self.train_dataparser_outputs, self._cache_bytes() * 7 // 8, self._workers())
+
+    def create_eval_dataset(self) -> SplatDataset:
+        """The held-out images, with the rest of the cache."""
+        outputs = self.dataparser.get_dataparser_outputs(split=self.test_split)
+        return SplatDataset(outputs, self._cache_bytes() // 8, self._workers())
+
+    def train_index(self, step: int) -> int:
+        """Which training image a step sees."""
+        epoch, place = divmod(step, len(self.train_dataset))
+        if self._order is None or self._order[0] != epoch:
+            order = epoch_order(self.config.train_cameras_sampling_seed, epoch, len(self.train_dataset))
+            self._order = (epoch, order)
+        return int(self._order[1][place])
+
+    def next_train(self, step: int) -> tuple[Cameras, dict[str, Any]]:
+        """The camera (on the host) and the image (uint8, on the model's device) of a step."""
+        count = len(self.train_dataset)
+        ahead = range(step + 1, step + 1 + min(kReadAhead, count - 1))
+        self.train_dataset.pictures.prefetch([self.train_index(s) for s in ahead])
+        return make_batch(self.train_dataset, self.train_index(step), self.device)
+
+    def next_eval(self, step: int) -> tuple[Cameras, dict[str, Any]]:
+        """The next held-out camera and image, in turn."""
+        return self.next_eval_image(step)
+
+    def next_eval_image(self, step: int) -> tuple[Cameras, dict[str, Any]]:
+        """The next held-out camera and image, in turn; does not touch the order of training images."""
+        index = self._next_eval % len(self.eval_dataset)
+        self._next_eval += 1
+        return make_batch(self.eval_dataset, index, self.device)
+
+    @property
+    def fixed_indices_eval_dataloader(self) -> EvalImages:  # type: ignore[override]
+        """All held-out images, read lazily."""
+        return EvalImages(self.eval_dataset, self.device)
+
+    @property
+    def train_cameras(self) -> Cameras:  # type: ignore[override]
+        """Cameras of the training images, on the host."""
+        return self.train_dataset.cameras
+
+    @cached_property
+    def cached_train(self) -> list[dict[str, torch.Tensor]]:
+        """Not kept: images are read lazily. Nerfstudio's own code paths that ask for it are overridden."""
+        raise RuntimeError("mgpu-splat reads images lazily; use next_train or train_dataset.picture(index).")
+
+    @cached_property
+    def cached_eval(self) -> list[dict[str, torch.Tensor]]:
+        """Not kept, as `cached_train`."""
+        raise RuntimeError("mgpu-splat reads images lazily; use fixed_indices_eval_dataloader.")
+
+    def get_train_rays_per_batch(self) -> int:
+        """Pixels of the first training image; read from its camera, not from the image."""
+        camera = self.train_dataset.cameras
+        return int(camera.width[0].item() * camera.height[0].item())
+
+    def get_param_groups(self) -> dict[str, list[Parameter]]:
+        """Nothing here is trained."""
+        return {}
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps to notice that a resumed run would see other images."""
+        return {"seed": self.config.train_cameras_sampling_seed, "images": len(self.train_dataset)}

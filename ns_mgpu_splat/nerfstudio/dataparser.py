@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mgpu-splat-data`: Nerfstudio and COLMAP folders to Nerfstudio's cameras, without a flag and without a question.
+
+Poses are centred in float64. Images are rescaled and undistorted when they are read (`data/images.py`): the cameras
+here are already those of the rescaled, undistorted images.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from nerfstudio.cameras.camera_utils import auto_orient_and_center_poses
+from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.data.dataparsers.base_dataparser import DataParser, DataParserConfig, DataparserOutputs
+from nerfstudio.data.scene_box import SceneBox
+from nerfstudio.plugins.registry_dataparser import DataParserSpecification
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import Progress
+from tyro.conf import Suppress
+
+from ns_mgpu_splat.data.capture import Capture, Frame, read_capture
+from ns_mgpu_splat.data.checks import DatasetError, Level, find_bad_frames
+from ns_mgpu_splat.data.images import ImageSource, Pinhole, undistorted_pinhole
+
+# Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
+# above, only headers and file endings are read.
+kDecodePixels = 2_000_000_000
+
+
+@dataclass
+class MgpuSplatDataParserConfig(DataParserConfig):
+    """A folder with transforms.json, or with images and sparse/0: which one is seen by looking."""
+
+    _target: type = field(default_factory=lambda: MgpuSplatDataParser)
+    """Class that reads the folder."""
+    data: Path = Path()
+    """Folder of the capture, or its transforms.json. Set by --data."""
+    downscale_factor: int | None = None
+    """Divide width and height of every image by this, in memory, with an area filter. None or 1 trains at full size;
+    2 quarters the work of a step: use it for photographs beyond 1600 pixels or a first look."""
+    scale_factor: float = 1.0
+    """Multiply all camera positions by this, after scaling them automatically. Rarely needed."""
+    scene_scale: float = 1.0
+    """Half side of the scene box in units of the scaled world. Only the viewer's crop box starts from it."""
+    orientation_method: Literal["pca", "up", "vertical", "none"] = "up"
+    """How the world is turned upright: "up" averages the cameras' up axes, "vertical" suits cameras that all look one
+    way, "pca" aligns flat flights, "none" keeps the file's axes."""
+    center_method: Literal["poses", "focus", "none"] = "poses"
+    """What becomes the origin: the mean camera, the point the cameras look at, or the file's own origin. Not "none"
+    with georeferenced coordinates: float32 keeps half a metre of them."""
+    auto_scale_poses: bool = True
+    """Scale the world so that all cameras lie within -1 and 1. Switch it off to keep the file's unit of length."""
+    eval_mode: Literal["auto", "fraction", "filename", "interval", "all"] = "auto"
+    """Which images are held out: "auto" takes the file's own lists, else every eval-interval-th image by name for
+    COLMAP and 1 - train-split-fraction for Nerfstudio folders; "filename" looks for train or eval in the names; "all"
+    trains on everything and measures on the same images."""
+    train_split_fraction: float = 0.9
+    """Share of the images to train on where eval-mode is a fraction; the rest, evenly spread, is held out."""
+    eval_interval: int = 8
+    """Hold out every n-th image by name where eval-mode is an interval; 8 is what papers report."""
+    images_path: Path | None = None
+    """Folder of the photographs of a COLMAP capture, below the data folder. None: images."""
+    colmap_path: Path | None = None
+    """Folder of the reconstruction, below the data folder. None: sparse/0, sparse, colmap/sparse/0, whichever is
+    there. Give it to use the reconstruction of a folder that also has a transforms.json."""
+    masks_path: Path | None = None
+    """Folder of masks of a COLMAP capture, below the data folder: PNG files named as the images, black where a pixel
+    shall not count. Nerfstudio folders name masks in transforms.json."""
+    depth_unit_scale_factor: float = 1e-3
+    """Metres in one unit of the depth maps' integers. Depth maps are passed on, not trained on."""
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    """What to do about images that are missing, damaged or of the wrong size: "stop" lists all of them and ends before
+    training; "skip" lists them and goes on without."""
+    num_random_points: int = 50_000
+    """Points to start from where the capture has none; drawn inside what the cameras see."""
+    seed_points: bool = True
+    """Start from the capture's point cloud. Switch it off to start from random points instead."""
+    includes_time: Suppress[bool] = False
+    """Time-dependent captures are not supported."""
+
+
+@dataclass
+class MgpuSplatDataParser(DataParser):
+    """Read a capture once, then hand out its splits.
+
+    Attributes:
+        level: how much of the image files to look at; the datamanager sets it.
+        want_points: read seed points; the datamanager switches it off where nothing is trained.
+    """
+
+    config: MgpuSplatDataParserConfig
+    level: Level = "none"
+    want_points: bool = True
+    downscale_factor: int | None = None  # ns tools set it; the config counts
+    _capture: Capture | None = None
+    _points: tuple[np.ndarray, np.ndarray] | None = None
+
+    def _generate_dataparser_outputs(self, split: str = "train", **kwargs: Any) -> DataparserOutputs:
+        """Raises DatasetError with everything that is wrong."""
+        capture = self.capture()
+        frames = capture.frames
+        transform, scale = self._world(frames, capture)
+        members = split_members(capture, self.config, split)
+        factor = self.config.downscale_factor or 1
+        if factor < 1 or int(factor) != factor:
+            raise DatasetError(f"downscale-factor is {factor}; it must be a whole number from 1 up.")
+        chosen = [frames[i] for i in members]
+        sources = [image_source(frame, int(factor)) for frame in chosen]
+        cameras = self._cameras([self._pose(f, transform, scale) for f in chosen], sources)
+        box = self.config.scene_scale
+        positions = np.stack([self._pose(f, transform, scale)[:, 3] for f in frames])
+        metadata: dict[str, Any] = {
+            "sources": sources,
+            "frame_names": [f.name for f in chosen],
+            "has_alpha": any(f.has_alpha for f in frames),
+            "camera_extent": camera_extent(positions),
+            "depth_filenames": [f.depth for f in chosen] if chosen and chosen[0].depth is not None else None,
+            "depth_unit_scale_factor": self.config.depth_unit_scale_factor,
+        }
+        if split == "train" and self.want_points:
+            metadata["points3D_xyz"], metadata["points3D_rgb"] = self._seeds(
+                capture, transform, scale, cameras, metadata["camera_extent"]
+            )
+        original = transform
+        if capture.applied_transform is not None:
+            original = transform @ np.vstack([capture.applied_transform, [0, 0, 0, 1.0]])
+        return DataparserOutputs(
+            image_filenames=[f.image for f in chosen],
+            cameras=cameras,
+            scene_box=SceneBox(aabb=torch.tensor([[-box] * 3, [box] * 3], dtype=torch.float32)),
+            mask_filenames=[f.mask for f in chosen if f.mask is not None] or None,
+            dataparser_scale=scale * capture.applied_scale,
+            dataparser_transform=torch.from_numpy(original.astype(np.float32)),
+            metadata=metadata,
+        )
+
+    def capture(self) -> Capture:
+        """Read and check the capture; the second call returns the first one's result."""
+        if self._capture is not None:
+            return self._capture
+        config = self.config
+        capture = read_capture(config.data, config.images_path, config.colmap_path, config.masks_path)
+        level = self.level
+        if level == "full" and sum(f.width * f.height for f in capture.frames) > kDecodePixels:
+            level = "sizes"
+        with Progress(transient=True, console=CONSOLE) as progress:
+            task = progress.add_task(
+                "Checking images", total=len(capture.frames), visible=len(capture.frames) > 50
+            )
+            bad = find_bad_frames(capture, level, lambda done, _: progress.update(task, completed=done))
+        if bad and config.on_bad_image == "stop":
+            raise DatasetError([b.sentence for b in bad], capture.root)
+        if bad:
+            CONSOLE.print(
+                f"[bold yellow]{len(bad):,} of {len(capture.frames):,} frames are left out:[/bold yellow]"
+            )
+            for b in bad:
+                CONSOLE.print(f"  - {b.sentence}", markup=False, highlight=False)
+            dropped = {b.index for b in bad}
+            capture.frames = [f for i, f in enumerate(capture.frames) if i not in dropped]
+            if not capture.frames:
+                raise DatasetError(
+                    f"No usable image is left in {capture.root}: all {len(bad):,} frames are bad."
+                )
+        self._capture = capture
+        return capture
+
+    def _world(self, frames: list[Frame], capture: Capture) -> tuple[np.ndarray, float]:
+        """The (3, 4) transform from the frames' world to the model's, before scaling, and the scale."""
+        poses = np.stack([f.camera_to_world for f in frames])
+        method = capture.orientation_override or self.config.orientation_method
+        # first to the mean in float64: georeferenced coordinates lose half a metre in float32
+        offset = poses[:, :3, 3].mean(axis=0) if self.config.center_method != "none" else np.zeros(3)
+        near = poses.copy()
+        near[:, :3, 3] -= offset
+        oriented, transform = auto_orient_and_center_poses(
+            torch.from_numpy(near.astype(np.float32)),
+            method=method,  # type: ignore[arg-type]
+            center_method=self.config.center_method,
+        )
+        matrix = transform[:3].numpy().astype(np.float64)
+        # the function's rotation comes from float32: make it orthonormal again
+        u, _, vt = np.linalg.svd(matrix[:, :3])
+        shift = np.linalg.solve(matrix[:, :3], matrix[:, 3])
+        rotation = u @ vt
+        result = np.hstack([rotation, (rotation @ (shift - offset))[:, None]])
+        scale = self.config.scale_factor
+        if self.config.auto_scale_poses:
+            largest = float(oriented[:, :3, 3].abs().max())
+            scale /= largest if largest > 1e-9 else 1.0  # one camera, or all in one place: keep the unit
+        return result, scale
+
+    @staticmethod
+    def _pose(frame: Frame, transform: np.ndarray, scale: float) -> np.ndarray:
+        pose = transform @ frame.camera_to_world
+        pose[:, 3] *= scale
+        return pose
+
+    @staticmethod
+    def _cameras(poses: list[np.ndarray], sources: list[ImageSource]) -> Cameras:
+        pinholes = [undistorted_pinhole(s.camera, s.lens) for s in sources]
+
+        def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([getattr(p, name) for p in pinholes], dtype=dtype).reshape(-1, 1)
+
+        matrices = np.stack(poses) if poses else np.zeros((0, 3, 4))
+        return Cameras(
+            camera_to_worlds=torch.from_numpy(matrices.astype(np.float32)),
+            fx=column("fx", torch.float32),
+            fy=column("fy", torch.float32),
+            cx=column("cx", torch.float32),
+            cy=column("cy", torch.float32),
+            width=column("width", torch.int64),
+            height=column("height", torch.int64),
+            camera_type=CameraType.PERSPECTIVE,
+        )
+
+    def _seeds(
+        self, capture: Capture, transform: np.ndarray, scale: float, cameras: Cameras, extent: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = capture.read_points() if self.config.seed_points else None
+        if found is not None:
+            xyz = (found[0] @ transform[:, :3].T + transform[:, 3]) * scale
+            return torch.from_numpy(xyz.astype(np.float32)), torch.from_numpy(found[1])
+        count = self.config.num_random_points
+        why = (
+            "seed points are switched off"
+            if not self.config.seed_points
+            else f"{capture.root} has no seed points"
+        )
+        CONSOLE.print(f"[bold yellow]{why}: starting from {count:,} random points in what the cameras see.")
+        return random_points(cameras, count, extent)
+
+
+def image_source(frame: Frame, factor: int) -> ImageSource:
+    """How to read a frame's image at 1/factor of its size."""
+    camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
+    camera = camera.scaled(max(1, frame.width // factor), max(1, frame.height // factor))
+    return ImageSource(frame.image, frame.mask, camera, frame.lens, frame.orientation)
+
+
+def camera_extent(positions: np.ndarray) -> float:
+    """Largest distance of a camera (N, 3) from the mean camera; 1 where all are in one place."""
+    extent = (
+        float(np.linalg.norm(positions - positions.mean(axis=0), axis=1).max()) if len(positions) else 0.0
+    )
+    return extent if extent > 1e-6 else 1.0
+
+
+def random_points(
+    cameras: Cameras, count: int, extent: float, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw points inside what the cameras see.
+
+    Args:
+        cameras: at least one. count: points. extent: world units; depths go to three times of it.
+    Returns: positions (count, 3) float32 and grey-ish colours (count, 3) uint8.
+    """
+    rng = np.random.default_rng(seed)
+    which = rng.integers(0, len(cameras), count)
+    c2w = cameras.camera_to_worlds.numpy()[which]
+    k = {
+        name: getattr(cameras, name).numpy()[which, 0] for name in ("fx", "fy", "cx", "cy", "width", "height")
+    }
+    depth = (
+        extent * 3.0 * np.cbrt(rng.uniform(0.01, 1.0, count))
+    )  # as many points in each volume of a frustum
+    x = (rng.uniform(0, 1, count) * k["width"] - k["cx"]) / k["fx"]
+    y = (rng.uniform(0, 1, count) * k["height"] - k["cy"]) / k["fy"]
+    in_camera = np.stack([x * depth, -y * depth, -depth], axis=1)
+    xyz = np.einsum("nij,nj->ni", c2w[:, :, :3], in_camera) + c2w[:, :, 3]
+    rgb = rng.integers(64, 192, (count, 3), dtype=np.uint8)
+    return torch.from_numpy(xyz.astype(np.float32)), torch.from_numpy(rgb)
+
+
+def split_members(capture: Capture, config: MgpuSplatDataParserConfig, split: str) -> list[int]:
+    """Indices into `capture.frames` (ordered by name) of a split: "train", "val" or "test"."""
+    count = len(capture.frames)
+    everything = list(range(count))
+    mode = config.eval_mode
+    if mode == "all":
+        return everything
+    lists = capture.listed_split
+    if mode == "auto" and lists:
+        if "train" not in lists:
+            held_out: set[Path] = set().union(*lists.values())
+            chosen = {f.image for f in capture.frames} - held_out
+        else:
+            chosen = lists["train"]
+        if split != "train":
+            other = "test" if split == "val" else "val"
+            chosen = lists.get(split, lists.get(other, {f.image for f in capture.frames} - chosen))
+        members = [i for i in everything if capture.frames[i].image in chosen]
+        if split == "train" and not members:
+            raise DatasetError(f"{capture.source} lists no image to train on. Correct train_filenames there.")
+        return members
+    if mode == "auto":
+        mode = "interval" if capture.layout == "colmap" else "fraction"
+    if count == 1:
+        held = []
+    elif mode == "interval":
+        held = everything[:: max(2, config.eval_interval)]
+    elif mode == "filename":
+        names = [Path(f.name).name.lower() for f in capture.frames]
+        held = [i for i in everything if any(word in names[i] for word in ("eval", "test", "val"))]
+        if len(held) == count or not any("train" in n for n in names):
+            raise DatasetError(
+                f"{capture.source}: eval-mode filename needs images with train and eval in their names."
+            )
+    else:
+        training = min(count, math.ceil(count * config.train_split_fraction))
+        kept = {round(i) for i in np.linspace(0, count - 1, training)}
+        held = [i for i in everything if i not in kept]
+    return sorted(set(everything) - set(held)) if split == "train" else held
+
+
+mgpu_splat_dataparser = DataParserSpecification(
+    config=MgpuSplatDataParserConfig(),
+    description="Nerfstudio or COLMAP folder, recognised by looking; images are rescaled in memory.",
+)

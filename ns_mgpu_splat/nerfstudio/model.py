@@ -1,0 +1,647 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model: a splat table on `mgpu`, rendered by our operators, in the shape that Nerfstudio's tools expect.
+
+It subclasses SplatfactoModel because the exporter and the viewer ask for one, keeps the names of its properties, and
+overrides everything that computes. The model lives on `mgpu`, whatever device a tool passes or moves it to: `.to()`
+neither moves nor copies it. In training nothing here touches all N rows; regularisers, noise and the optimizer step
+happen inside `SplatAdam.step`.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from nerfstudio.cameras.camera_optimizers import CameraOptimizer, CameraOptimizerConfig
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.scene_box import OrientedBox
+from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
+from nerfstudio.models.splatfacto import SH2RGB, SplatfactoModel, SplatfactoModelConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.viewer.render_state_machine import RenderStateMachine
+from nerfstudio.viewer_legacy.server.viewer_utils import IOChangeException
+from torch import Tensor, nn
+from torch.nn import Parameter
+from tyro.conf import Suppress
+
+from ns_mgpu_splat.nerfstudio.device import shard_memory, start_device
+
+# Nerfstudio's names of our columns, in the order of its optimizer groups
+kColumnOf = {
+    "means": "means",
+    "scales": "scales",
+    "quats": "quats",
+    "features_dc": "sh0",
+    "features_rest": "shN",
+    "opacities": "opacities",
+}
+kSsimWindow = 11
+kLpipsWeights = "alexnet-owt-7be5be79.pth"
+
+
+@dataclass
+class MgpuSplatModelConfig(SplatfactoModelConfig):
+    """How many Gaussians, how they grow, and how they are rendered."""
+
+    _target: type = field(default_factory=lambda: MgpuSplatModel)
+    """Class of the model."""
+    max_gaussians: int = 1_000_000
+    """Hard cap on the number of Gaussians, kept from the first step on: a larger seed cloud is thinned evenly. A
+    Gaussian with SH degree 3 takes about 0.7 kB with its optimizer state. Raise it for detail, lower it for memory."""
+    sh_degree: int = 3
+    """Highest degree of the view-dependent colour, 0 to 3. 0 takes a quarter of the memory and cannot show shine."""
+    sh_degree_interval: int = 1000
+    """Steps between two degrees of view-dependent colour: colours settle before they may depend on the view. Lower it
+    in runs much shorter than 5,000 steps."""
+    warmup_length: int = 500
+    """Step at which Gaussians begin to move to where they are needed and to multiply."""
+    refine_every: int = 100
+    """Steps between two rounds of moving and multiplying Gaussians."""
+    stop_split_at: int | None = None  # type: ignore[assignment]
+    """Step at which their number stops growing; None takes 5/6 of --schedule-steps. Training after it sharpens."""
+    grow_factor: float = 1.05
+    """Growth of the number of Gaussians in a round, up to max-gaussians. 1 keeps the number of the seed points."""
+    min_opacity: float = 0.005
+    """Opacity below which a Gaussian is dead and moves to a live one. Raise it if haze stays in the air."""
+    noise_lr: float = 5e5
+    """Strength of the random walk of faint Gaussians, times the rate of the means. 0 switches exploration off."""
+    opacity_reg: float = 0.01
+    """Weight of the mean opacity of the visible Gaussians in the loss: frees Gaussians that nothing needs."""
+    scale_reg: float = 0.01
+    """Weight of the mean size of the visible Gaussians, in world units, in the loss: keeps them compact."""
+    ssim_lambda: float = 0.2
+    """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
+    background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
+    """Colour behind everything: "random" in each step keeps transparent regions of RGBA images transparent, "black"
+    and "white" are fixed; "auto" is random for images with alpha, else black."""
+    rasterize_mode: Literal["classic", "antialiased"] = "classic"
+    """"antialiased" dims Gaussians smaller than a pixel by what the screen filter widens them: for scenes seen from
+    near and far, such as aerial and street views together. Other viewers need to know it of the exported file."""
+    output_depth_during_training: bool = False
+    """Also return depth in training steps, for methods built on this one; costs a tenth of a step."""
+    camera_optimizer: CameraOptimizerConfig = field(default_factory=lambda: CameraOptimizerConfig(mode="off"))
+    """Refine the camera poses while training: use it when poses are inexact and the images look doubled."""
+    lpips: bool = True
+    """Also measure LPIPS in evaluation, if AlexNet's weights are in torch's cache; nothing is downloaded."""
+
+    # Parts of splatfacto that this method does without
+    resolution_schedule: Suppress[int] = 0
+    num_downscales: Suppress[int] = 0
+    cull_alpha_thresh: Suppress[float] = 0.005
+    cull_scale_thresh: Suppress[float] = 0.5
+    reset_alpha_every: Suppress[int] = 30
+    densify_grad_thresh: Suppress[float] = 0.0008
+    use_absgrad: Suppress[bool] = False
+    densify_size_thresh: Suppress[float] = 0.01
+    n_split_samples: Suppress[int] = 2
+    cull_screen_size: Suppress[float] = 0.15
+    split_screen_size: Suppress[float] = 0.05
+    stop_screen_size_at: Suppress[int] = 4000
+    random_init: Suppress[bool] = False
+    num_random: Suppress[int] = 50_000
+    random_scale: Suppress[float] = 10.0
+    use_scale_regularization: Suppress[bool] = False
+    max_gauss_ratio: Suppress[float] = 10.0
+    use_bilateral_grid: Suppress[bool] = False
+    grid_shape: Suppress[tuple[int, int, int]] = (16, 16, 8)
+    color_corrected_metrics: Suppress[bool] = False
+    enable_collider: Suppress[bool] = False
+    collider_params: Suppress[dict[str, float] | None] = None
+    loss_coefficients: Suppress[dict[str, float]] = field(default_factory=dict)
+    eval_num_rays_per_chunk: Suppress[int] = 4096
+    prompt: Suppress[str | None] = None
+
+    def __post_init__(self) -> None:
+        if self.max_gaussians < 1:
+            raise SystemExit("mgpu-splat: --pipeline.model.max-gaussians must be at least 1.")
+        if not 0 <= self.sh_degree <= 3:
+            raise SystemExit(
+                f"mgpu-splat: --pipeline.model.sh-degree is {self.sh_degree}, it must be 0, 1, 2 or 3."
+            )
+        if not 0 <= self.ssim_lambda <= 1:
+            raise SystemExit(
+                f"mgpu-splat: --pipeline.model.ssim-lambda is {self.ssim_lambda}, it must be in 0 to 1."
+            )
+        if self.grow_factor < 1:
+            raise SystemExit(
+                f"mgpu-splat: --pipeline.model.grow-factor is {self.grow_factor}, it must be 1 or more."
+            )
+
+
+class GaussParams(nn.ParameterDict):
+    """The table's columns under Nerfstudio's names. Moving the module neither moves nor re-creates them."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GaussParams:
+        return self
+
+
+class uncached_property(cached_property):
+    """A property that the viewer does not evaluate: it skips `cached_property` when it looks for controls."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else self.func(instance)
+
+
+class MgpuSplatModel(SplatfactoModel):
+    """See the module's text.
+
+    Attributes:
+        table: the Gaussians; its columns are the model's parameters.
+        optimizer: the trainer's SplatAdam, or None in tools that only render.
+        strategy: MCMC densification.
+    """
+
+    config: MgpuSplatModelConfig
+
+    def populate_modules(self) -> None:
+        """Build the table from the seed points; empty where a checkpoint will fill it (`load_only=True`)."""
+        from ns_mgpu_splat.nerfstudio import patches
+        from ns_mgpu_splat.splats.table import SplatTable
+
+        device = start_device()
+        patches.apply()
+        config = self.config
+        self.load_only: bool = self.kwargs.get("load_only", False)
+        metadata: Mapping[str, Any] = self.kwargs.get("metadata") or {}
+        self.extent = float(metadata.get("camera_extent", 1.0))
+        self.has_alpha = bool(metadata.get("has_alpha", False))
+        self.schedule_steps: int = self.kwargs.get("schedule_steps", 30_000)
+        points, colors = torch.zeros((0, 3)), torch.zeros((0, 3), dtype=torch.uint8)
+        if self.seed_points is not None and not self.load_only:
+            points, colors = self.seed_points
+        self.seed_points = None
+        self.table = SplatTable.from_points(
+            points,
+            colors,
+            sh_degree=config.sh_degree,
+            max_gaussians=config.max_gaussians,
+            capacity=max(config.max_gaussians, 1),
+        )
+        self.gauss_params = GaussParams()
+        self._adopt_table()
+        self.optimizer: Any = None
+        self.strategy: Any = None
+        self.camera_optimizer: CameraOptimizer = config.camera_optimizer.setup(
+            num_cameras=self.num_train_data, device=device
+        )
+        self.step = 0
+        self.last_size = (1, 1)
+        self.metrics_every = (
+            10  # the trainer sets its own: an image is compared only where the numbers are shown
+        )
+        self.crop_box: OrientedBox | None = None
+        self.background_color = torch.zeros(3)
+        if config.background_color == "white":
+            self.background_color = torch.ones(3)
+        self._viewer_background = self.background_color
+        self._lpips: _Lpips | None = None
+        self._error_shown = ""
+
+    def _adopt_table(self) -> None:
+        """Make the table's columns the module's parameters."""
+        columns = self.table.named_columns()
+        self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MgpuSplatModel:
+        return self  # the model stays on mgpu: see the module's text
+
+    @property
+    def device(self) -> torch.device:
+        """`mgpu`, whatever the tool passed."""
+        return self.table.means.device
+
+    @property
+    def num_points(self) -> int:
+        """Number of Gaussians."""
+        return self.table.num_rows
+
+    @property
+    def opacities(self) -> Tensor:
+        """Logits (N, 1); a view of the table's column."""
+        return self.table.opacities[:, None]
+
+    @uncached_property
+    def colors(self) -> Tensor:
+        """RGB (N, 3) of SH degree 0; computed on each access."""
+        return SH2RGB(self.features_dc)
+
+    @property
+    def shs_0(self) -> Tensor:
+        """SH coefficients of degree 0, (N, 3)."""
+        return self.features_dc
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def get_param_groups(self) -> dict[str, list[Parameter]]:
+        """Nerfstudio's groups: the table's columns, and camera_opt where poses are refined."""
+        groups = {name: [self.gauss_params[name]] for name in kColumnOf}
+        self.camera_optimizer.get_param_groups(param_groups=groups)
+        return groups
+
+    def start_training(self, optimizer: Any, schedule_steps: int, seed: int) -> None:
+        """Take the optimizer of the table and set densification up; called once, by the trainer."""
+        from ns_mgpu_splat.splats.densify import McmcStrategy
+
+        self.optimizer = optimizer
+        self.schedule_steps = schedule_steps
+        stop = self.config.stop_split_at
+        self.strategy = McmcStrategy(
+            max_gaussians=self.config.max_gaussians,
+            refine_start=self.config.warmup_length,
+            refine_stop=stop if stop is not None else schedule_steps * 5 // 6,
+            refine_every=self.config.refine_every,
+            min_opacity=self.config.min_opacity,
+            grow_factor=self.config.grow_factor,
+            seed=seed,
+        )
+
+    def get_training_callbacks(
+        self, training_callback_attributes: TrainingCallbackAttributes
+    ) -> list[TrainingCallback]:
+        """Set the step before an iteration, densify after it."""
+        where = TrainingCallbackLocation
+        return [
+            TrainingCallback([where.BEFORE_TRAIN_ITERATION], self._set_step),
+            TrainingCallback([where.AFTER_TRAIN_ITERATION], self._densify),
+        ]
+
+    def _set_step(self, step: int) -> None:
+        self.step = step
+
+    def _densify(self, step: int) -> None:
+        if self.strategy is not None:
+            self.strategy.post_step(self.table, self.optimizer, step)
+
+    def active_sh_degree(self) -> int:
+        """The SH degree of the current step."""
+        interval = self.config.sh_degree_interval
+        return self.config.sh_degree if interval <= 0 else min(self.step // interval, self.config.sh_degree)
+
+    def background(self) -> Tensor:
+        """Colour (3,) behind everything, on the host. Random colours depend on the step alone."""
+        wanted = self.config.background_color
+        if wanted == "auto":
+            wanted = "random" if self.has_alpha else "black"
+        if not self.training and _in_viewer():
+            return self._viewer_background
+        if not self.training or wanted != "random":
+            return self.background_color
+        return torch.from_numpy(np.random.default_rng([7, self.step]).random(3, dtype=np.float32))
+
+    def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:  # type: ignore[override]
+        """Render one camera.
+
+        Args:
+            camera: batch shape (1,), on any device; OpenGL axes.
+        Returns: "rgb" (H, W, 3), "depth" (H, W, 1) (None in training unless asked for), "accumulation" (H, W, 1) and
+            "background" ((3,) in training, (H, W, 3) else), on `mgpu`. rgb is clamped to [0, 1] in evaluation only:
+            clamping would stop the gradient of pixels that are too bright.
+        """
+        return self._render(camera, self.crop_box)
+
+    def _render(self, camera: Cameras, crop: OrientedBox | None) -> dict[str, Any]:
+        import ns_mgpu_splat
+
+        if not isinstance(camera, Cameras) or camera.shape != (1,):
+            raise ValueError(
+                f"get_outputs renders one camera of batch shape (1,), not {getattr(camera, 'shape', camera)}."
+            )
+        view = self._camera(camera)
+        self.last_size = (view.height, view.width)
+        background = self.background().to(self.device)
+        table, optimizer = self.table, self.optimizer
+        if crop is not None and not self.training:
+            if optimizer is not None:
+                optimizer.flush()
+            table, optimizer = self._cropped(crop), None
+        if table.num_rows == 0:
+            return self._nothing(view.width, view.height, background)
+        (out,) = ns_mgpu_splat.render(
+            table,
+            [view],
+            background=background,
+            antialiased=self.config.rasterize_mode == "antialiased",
+            sh_degree=self.active_sh_degree(),
+            optimizer=optimizer,
+        )
+        if self.training:
+            depth = out.depth if self.config.output_depth_during_training else None
+            return {
+                "rgb": out.rgb,
+                "depth": depth,
+                "accumulation": out.accumulation,
+                "background": background,
+            }
+        depth = out.depth
+        empty = out.accumulation <= 0
+        far = depth.max() if depth.numel() else depth.new_zeros(())
+        return {
+            "rgb": out.rgb.clamp(0, 1),
+            "depth": torch.where(empty, far, depth),
+            "accumulation": out.accumulation,
+            "background": background.expand(view.height, view.width, 3),
+        }
+
+    def _camera(self, camera: Cameras) -> Any:
+        """Nerfstudio's camera (OpenGL, camera-to-world) as ours (OpenCV, world-to-camera)."""
+        from ns_mgpu_splat.splats.camera import Camera
+
+        def value(tensor: Tensor) -> float:
+            return float(tensor.reshape(-1)[0].item())
+
+        refined = self.training and self.config.camera_optimizer.mode != "off"
+        if refined:
+            index = (camera.metadata or {}).get("cam_idx")
+            c2w = camera.camera_to_worlds.to(self.device)[0]
+            if index is not None:
+                delta = self.camera_optimizer(torch.tensor([index], dtype=torch.long, device=self.device))[0]
+                c2w = torch.cat([delta[:, :3] @ c2w[:, :3], c2w[:, 3:] + delta[:, 3:]], dim=1)
+            viewmat = view_matrix(c2w)
+        else:
+            viewmat = view_matrix(camera.camera_to_worlds[0].detach().cpu().double()).float()
+        return Camera(
+            viewmat,
+            value(camera.fx),
+            value(camera.fy),
+            value(camera.cx),
+            value(camera.cy),
+            int(value(camera.width)),
+            int(value(camera.height)),
+        )
+
+    def _cropped(self, box: OrientedBox) -> Any:
+        """The table with everything outside of the box made transparent; shares the other columns."""
+        from ns_mgpu_splat.splats.table import SplatTable
+
+        columns = {name: column.detach() for name, column in self.table.named_columns().items()}
+        rotation, center = box.R.to(self.device, torch.float32), box.T.to(self.device, torch.float32)
+        local = (columns["means"] - center) @ rotation
+        inside = (local.abs() <= box.S.to(self.device, torch.float32) / 2).all(dim=1)
+        columns["opacities"] = torch.where(
+            inside, columns["opacities"], torch.full_like(columns["opacities"], -30.0)
+        )
+        return SplatTable.from_columns(**columns)
+
+    def _nothing(self, width: int, height: int, background: Tensor) -> dict[str, Any]:
+        rgb = background.expand(height, width, 3).clone()
+        depth, accumulation = rgb.new_full((height, width, 1), 10.0), rgb.new_zeros((height, width, 1))
+        behind = background if self.training else background.expand(height, width, 3)
+        return {"rgb": rgb, "depth": depth, "accumulation": accumulation, "background": behind}
+
+    def get_loss_dict(
+        self, outputs: Mapping[str, Any], batch: Mapping[str, Any], metrics_dict: Any = None
+    ) -> dict[str, Tensor]:
+        """0.8 L1 + 0.2 (1 - SSIM) over the pixels that count; regularisers are part of the optimizer's step."""
+        from ns_mgpu_splat.splats.loss import l1_ssim_loss
+
+        target = self._target(batch, outputs["background"])
+        mask = batch["mask"].to(self.device) if "mask" in batch else None
+        losses = {
+            "main_loss": l1_ssim_loss(outputs["rgb"], target, ssim_weight=self.config.ssim_lambda, mask=mask)
+        }
+        if self.training:
+            self.camera_optimizer.get_loss_dict(losses)
+        return losses
+
+    def _target(self, batch: Mapping[str, Any], background: Tensor) -> Tensor:
+        """The photograph (H, W, 3) on `mgpu`: uint8 as it is, or float on the background where it has alpha."""
+        image = batch["image"].to(self.device)
+        if image.shape[2] == 3:
+            return image
+        image = image.float() / 255 if image.dtype == torch.uint8 else image
+        alpha = image[..., 3:]
+        return image[..., :3] * alpha + background * (1 - alpha)
+
+    # ---- metrics --------------------------------------------------------------------------------------------------
+
+    def get_metrics_dict(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+        """PSNR of this image (on the steps whose numbers are shown), Gaussians, and memory of each shard in MiB."""
+        metrics: dict[str, Any] = {"gaussian_count": self.num_points}
+        if self.training and self.step % self.metrics_every:
+            return metrics
+        with torch.no_grad():
+            metrics["psnr"] = self._psnr(
+                outputs["rgb"].clamp(0, 1), self._target(batch, outputs["background"]), batch
+            )
+        for shard, used in enumerate(shard_memory()):
+            metrics[f"memory_mib/shard_{shard}"] = used / 2**20
+        self.camera_optimizer.get_metrics_dict(metrics)
+        return metrics
+
+    @staticmethod
+    def _psnr(rgb: Tensor, target: Tensor, batch: Mapping[str, Any]) -> float:
+        """PSNR in dB of images (H, W, 3), over the mask's pixels where there is one; at most 100."""
+        target = target.float() / 255 if target.dtype == torch.uint8 else target
+        squared = (rgb - target) ** 2
+        if "mask" in batch:
+            mask = batch["mask"].to(rgb.device).float()
+            error = float((squared * mask).sum() / (3 * mask.sum()).clamp_min(1))
+        else:
+            error = float(squared.mean())
+        return float(-10 * np.log10(max(error, 1e-10)))
+
+    @torch.no_grad()
+    def get_image_metrics_and_images(
+        self, outputs: dict[str, Tensor], batch: dict[str, Tensor]
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """PSNR in dB, SSIM (images of 11 pixels a side and more), LPIPS (where its weights are), and both images."""
+        from ns_mgpu_splat.splats.loss import l1_ssim_loss
+
+        rgb = outputs["rgb"]
+        target = self._target(batch, outputs["background"])
+        target = target.float() / 255 if target.dtype == torch.uint8 else target
+        metrics = {"psnr": self._psnr(rgb, target, batch)}
+        if min(rgb.shape[:2]) >= kSsimWindow:
+            metrics["ssim"] = 1 - float(l1_ssim_loss(rgb, target, ssim_weight=1.0))
+        if self.config.lpips:
+            if self._lpips is None:
+                self._lpips = _Lpips()
+            value = self._lpips(rgb, target)
+            if value is not None:
+                metrics["lpips"] = value
+        return metrics, {"img": torch.cat([target, rgb], dim=1)}
+
+    # ---- tools and viewer -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def get_outputs_for_camera(
+        self, camera: Cameras, obb_box: OrientedBox | None = None
+    ) -> dict[str, Tensor]:
+        """Render a camera for a tool or the viewer.
+
+        In the viewer's threads an error becomes a grey picture with its text: it would end that browser's thread
+        silently else. Nothing here changes the model, so the viewer may interrupt it at any line.
+        """
+        if not _in_viewer():
+            return self._render(camera, obb_box)
+        try:
+            return self._render(camera, obb_box)
+        except IOChangeException:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if text != self._error_shown:
+                self._error_shown = text
+                CONSOLE.print(
+                    f"The viewer could not render; training goes on.\n{traceback.format_exc()}", markup=False
+                )
+            return error_picture(int(camera.width[0].item()), int(camera.height[0].item()), text)
+
+    def get_rgba_image(self, outputs: dict[str, Tensor], output_name: str = "rgb") -> Tensor:
+        """The image (H, W, 4) with the accumulation as alpha; colours are freed from the background."""
+        alpha = outputs["accumulation"].clamp(0, 1)
+        color = outputs[output_name]
+        if color.shape[2] == 1:
+            return torch.cat([color.repeat(1, 1, 3), alpha], dim=2)
+        straight = (color - outputs["background"] * (1 - alpha)) / alpha.clamp_min(1e-3)
+        return torch.cat([torch.where(alpha > 1e-3, straight, color).clamp(0, 1), alpha], dim=2)
+
+    def set_crop(self, crop_box: OrientedBox | None) -> None:
+        """Show only what is inside of a box, in evaluation."""
+        self.crop_box = crop_box
+
+    def set_background(self, background_color: Tensor) -> None:
+        """Colour (3,) behind everything in the viewer; training and evaluation set their own."""
+        if _in_viewer():
+            self._viewer_background = background_color.detach().cpu().float()
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], **kwargs: Any) -> None:  # type: ignore[override]
+        """Load a checkpoint in place: the table's columns keep their identity and grow to the checkpoint's rows.
+
+        Args:
+            state_dict: on the host. Checkpoints of splatfacto are accepted too.
+        Raises: CheckpointError if columns are missing, disagree, or hold fewer rows than a table being trained.
+        """
+        from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
+        from ns_mgpu_splat.splats.table import SplatTable
+
+        found = {}
+        for name, column in kColumnOf.items():
+            tensor = state_dict.get(f"gauss_params.{name}", state_dict.get(name))
+            if tensor is None:
+                raise CheckpointError(f"The checkpoint has no {name}: it is of another method.")
+            found[column] = tensor.detach().float()
+        rows = len(found["means"])
+        found["opacities"] = (
+            found["opacities"].reshape(rows, -1)[:, 0] if rows else found["opacities"].reshape(0)
+        )
+        wrong = [f"{name} is {tuple(c.shape)}" for name, c in found.items() if len(c) != rows]
+        if wrong:
+            raise CheckpointError(
+                f"The checkpoint has {rows:,} Gaussians, but {', '.join(wrong)}. It is damaged."
+            )
+        expected = (self.config.sh_degree + 1) ** 2 - 1
+        if found["shN"].shape[1] != expected:
+            degree = round((found["shN"].shape[1] + 1) ** 0.5) - 1
+            raise CheckpointError(
+                f"The checkpoint has SH degree {degree}, but the model is set up for {self.config.sh_degree}. "
+                f"Use --pipeline.model.sh-degree {degree}."
+            )
+        if self.load_only:
+            found = drop_bad_rows(found)
+        rows = len(found["means"])
+        if rows < self.table.num_rows:
+            if self.optimizer is not None:
+                raise CheckpointError(
+                    f"The checkpoint has {rows:,} Gaussians, fewer than the {self.table.num_rows:,} being trained."
+                )
+            self.table = SplatTable.from_columns(**found, capacity=max(rows, self.config.max_gaussians, 1))
+            self._adopt_table()
+        else:
+            if rows > self.table.num_rows:
+                self.table.grow(rows)
+            with torch.no_grad():
+                for column, target in self.table.named_columns().items():
+                    target.copy_(found[column].reshape(target.shape))
+        if hasattr(self.camera_optimizer, "pose_adjustment"):
+            poses = state_dict.get("camera_optimizer.pose_adjustment")
+            if poses is not None and poses.shape == self.camera_optimizer.pose_adjustment.shape:
+                with torch.no_grad():
+                    self.camera_optimizer.pose_adjustment.copy_(poses)
+            elif poses is not None and not self.load_only:
+                raise CheckpointError(
+                    f"The checkpoint refines {len(poses)} camera poses, the capture has {self.num_train_data} "
+                    "training images. Use the capture it was trained on."
+                )
+
+    def update_to_step(self, step: int) -> None:
+        """Continue as after this step: the SH degree follows."""
+        self.step = step
+
+
+def view_matrix(camera_to_world: Tensor) -> Tensor:
+    """World-to-camera (4, 4), OpenCV axes, of a camera-to-world (3, 4) with OpenGL axes; differentiable."""
+    flip = torch.tensor([1.0, -1.0, -1.0], dtype=camera_to_world.dtype, device=camera_to_world.device)
+    inverse = (camera_to_world[:, :3] * flip).transpose(0, 1)
+    top = torch.cat([inverse, -(inverse @ camera_to_world[:, 3:])], dim=1)
+    bottom = torch.tensor([[0.0, 0.0, 0.0, 1.0]], dtype=top.dtype, device=top.device)
+    return torch.cat([top, bottom], dim=0)
+
+
+def drop_bad_rows(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove rows with a NaN or infinite entry, and say how many; for tools that render or export.
+
+    Nerfstudio's exporter drops every Gaussian if one position is NaN.
+    """
+    good = torch.ones(len(columns["means"]), dtype=torch.bool)
+    for column in columns.values():
+        good &= torch.isfinite(column).reshape(len(column), -1).all(dim=1)
+    bad = int((~good).sum())
+    if bad == 0:
+        return columns
+    CONSOLE.print(
+        f"[bold yellow]{bad:,} of {len(good):,} Gaussians have NaN or infinite values and are left out."
+    )
+    return {name: column[good] for name, column in columns.items()}
+
+
+def _in_viewer() -> bool:
+    """Whether this is one of the viewer's render threads."""
+    return isinstance(threading.current_thread(), RenderStateMachine)
+
+
+def error_picture(width: int, height: int, text: str) -> dict[str, Tensor]:
+    """A grey picture that says what went wrong, with all outputs a viewer wants, on the host."""
+    import textwrap
+
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (max(width, 1), max(height, 1)), (90, 90, 90))
+    lines = textwrap.wrap(f"This view could not be rendered. {text}", max(10, width // 7))
+    ImageDraw.Draw(picture).text((8, 8), "\n".join(lines), fill=(255, 255, 255))
+    rgb = torch.from_numpy(np.array(picture)).float() / 255
+    depth = torch.full((*rgb.shape[:2], 1), 1000.0)
+    return {"rgb": rgb, "depth": depth, "accumulation": torch.zeros_like(depth), "background": rgb}
+
+
+class _Lpips:
+    """LPIPS with AlexNet, on the host or a GPU, outside of the model's state; None where its weights are not there."""
+
+    def __init__(self) -> None:
+        self.metric: Any = None
+        weights = Path(torch.hub.get_dir()) / "checkpoints" / kLpipsWeights
+        if not weights.is_file():
+            CONSOLE.print(
+                f"LPIPS is left out: {weights} is not there. Put AlexNet's weights there to have it "
+                f"(https://download.pytorch.org/models/{kLpipsWeights})."
+            )
+            return
+        from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+        self.metric = LearnedPerceptualImagePatchSimilarity(normalize=True)
+
+    @torch.no_grad()
+    def __call__(self, rgb: Tensor, target: Tensor) -> float | None:
+        if self.metric is None:
+            return None
+        pair = [image.cpu().permute(2, 0, 1)[None].clamp(0, 1) for image in (rgb, target)]
+        return float(self.metric(*pair))

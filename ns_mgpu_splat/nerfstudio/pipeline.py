@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nerfstudio's pipeline: data first, so that a bad capture is refused before anything is compiled; then the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+from nerfstudio.pipelines.base_pipeline import Pipeline, VanillaPipeline, VanillaPipelineConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.cuda.amp.grad_scaler import GradScaler
+
+from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager, MgpuSplatDatamanagerConfig
+from ns_mgpu_splat.nerfstudio.device import start_device
+from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, MgpuSplatModelConfig
+
+
+@dataclass
+class MgpuSplatPipelineConfig(VanillaPipelineConfig):
+    """The data and the model."""
+
+    _target: type = field(default_factory=lambda: MgpuSplatPipeline)
+    """Class of the pipeline."""
+    datamanager: MgpuSplatDatamanagerConfig = field(default_factory=MgpuSplatDatamanagerConfig)
+    """Where images come from."""
+    model: MgpuSplatModelConfig = field(default_factory=MgpuSplatModelConfig)
+    """What is trained."""
+
+
+class MgpuSplatPipeline(VanillaPipeline):
+    """Data and model. The model waits for a checkpoint in the tools' modes, "test" and "inference"."""
+
+    config: MgpuSplatPipelineConfig
+    datamanager: MgpuSplatDatamanager
+
+    def __init__(
+        self,
+        config: MgpuSplatPipelineConfig,
+        device: torch.device | str,
+        test_mode: Literal["test", "val", "inference"] = "val",
+        world_size: int = 1,
+        local_rank: int = 0,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        Pipeline.__init__(self)
+        self.config, self.test_mode, self.world_size = config, test_mode, world_size
+        self.datamanager = config.datamanager.setup(
+            device=device, test_mode=test_mode, world_size=world_size, local_rank=local_rank
+        )
+        start_device()
+        dataset = self.datamanager.train_dataset
+        metadata = self.datamanager.train_dataparser_outputs.metadata
+        seeds = (metadata["points3D_xyz"], metadata["points3D_rgb"]) if "points3D_xyz" in metadata else None
+        self._model = config.model.setup(
+            scene_box=dataset.scene_box,
+            num_train_data=len(dataset),
+            metadata=dataset.metadata,
+            device=device,
+            grad_scaler=grad_scaler,
+            seed_points=seeds,
+            load_only=test_mode != "val",
+        )
+        # the clouds are in the table now: give their memory back
+        for key in ("points3D_xyz", "points3D_rgb"):
+            metadata.pop(key, None)
+            dataset.metadata.pop(key, None)
+
+    @property
+    def model(self) -> MgpuSplatModel:
+        """The model, on `mgpu`."""
+        return self._model  # type: ignore[return-value]
+
+    def _flush(self) -> None:
+        if self.model.optimizer is not None:
+            self.model.optimizer.flush()
+
+    @torch.no_grad()
+    def get_average_image_metrics(
+        self,
+        data_loader: Iterable,
+        image_prefix: str,
+        step: int | None = None,
+        output_path: Path | None = None,
+        get_std: bool = False,
+    ) -> dict[str, float]:
+        """Mean metrics over images that are read one after the other.
+
+        Unlike Nerfstudio's, it never returns NaN (the deviation of one image is 0), so that `ns-eval` writes valid
+        JSON, and says so where no image is held out.
+
+        Args:
+            data_loader: (camera, batch) pairs, with a length.
+            image_prefix: of the names of saved images. step: unused.
+            output_path: folder for saved images, or None. get_std: also return `<metric>_std`.
+        """
+        count = len(data_loader)  # type: ignore[arg-type]
+        if count == 0:
+            raise SystemExit(
+                "mgpu-splat: no image is held out, so there is nothing to measure on. Use "
+                "--pipeline.datamanager.dataparser.eval-mode all to measure on the training images."
+            )
+        self.eval()
+        self._flush()
+        values: dict[str, list[float]] = {}
+        if output_path is not None:
+            output_path.mkdir(exist_ok=True, parents=True)
+        columns = (
+            TextColumn("[green]Evaluating all images"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, transient=True, console=CONSOLE) as progress:
+            task = progress.add_task("", total=count)
+            for index, (camera, batch) in enumerate(data_loader):
+                start = perf_counter()
+                outputs = self.model.get_outputs_for_camera(camera=camera)
+                metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+                seconds = max(perf_counter() - start, 1e-9)
+                if output_path is not None:
+                    from torchvision.utils import save_image
+
+                    for name, image in images.items():
+                        save_image(
+                            image.permute(2, 0, 1).cpu(),
+                            output_path / f"{image_prefix}_{name}_{index:04d}.png",
+                        )
+                pixels = int(camera.height[0].item() * camera.width[0].item())
+                metrics = {**metrics, "num_rays_per_sec": pixels / seconds, "fps": 1 / seconds}
+                for name, value in metrics.items():
+                    values.setdefault(name, []).append(float(value))
+                progress.advance(task)
+        self.train()
+        result = {}
+        for name, series in values.items():
+            mean = sum(series) / len(series)
+            result[name] = mean
+            if get_std:
+                spread = sum((v - mean) ** 2 for v in series) / max(len(series) - 1, 1)
+                result[f"{name}_std"] = spread**0.5
+        return result

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates as plain Python floats of the step.
+
+Nerfstudio's scheduler leaves numpy scalars in checkpoints, which `torch.load(weights_only=True)` refuses. A rate that
+is a function of the step also needs no state: a resumed run cannot go on with the wrong one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from nerfstudio.configs.base_config import PrintableConfig
+from nerfstudio.engine.schedulers import Scheduler, SchedulerConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass
+class ColumnRateConfig(PrintableConfig):
+    """Adam's rate for one column of the splat table."""
+
+    lr: float = 1e-3
+    """Learning rate of this column at the first step. That of the means is a share of the cameras' extent. Lower all of
+    them if training diverges."""
+
+
+@dataclass
+class DecayConfig(SchedulerConfig):
+    """Exponential decay with an optional warm-up."""
+
+    _target: type = field(default_factory=lambda: Decay)
+    """Class of the schedule."""
+    lr_final: float | None = None
+    """Learning rate at the end of the decay; None keeps the initial one."""
+    warmup_steps: int = 0
+    """Steps in which the rate rises from 0 to its initial value."""
+    max_steps: int | None = None
+    """Step at which lr-final is reached; None takes --schedule-steps."""
+
+    def rate(self, step: int, initial: float, schedule_steps: int) -> float:
+        """The learning rate of a step (0 is the first)."""
+        if step < self.warmup_steps:
+            return initial * math.sin(0.5 * math.pi * step / self.warmup_steps)
+        if self.lr_final is None or initial <= 0:
+            return initial
+        length = max(1, (self.max_steps or schedule_steps) - self.warmup_steps)
+        t = min(1.0, (step - self.warmup_steps) / length)
+        return initial * (self.lr_final / initial) ** t
+
+
+class Decay(Scheduler):
+    """`DecayConfig` as a torch scheduler, for parameters that a torch optimizer trains."""
+
+    config: DecayConfig
+
+    def get_scheduler(self, optimizer: Optimizer, lr_init: float, schedule_steps: int = 30_000) -> LambdaLR:
+        """A LambdaLR whose factor is a Python float."""
+        return LambdaLR(optimizer, lambda step: self.config.rate(step, lr_init, schedule_steps) / lr_init)

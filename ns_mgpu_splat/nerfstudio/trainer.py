@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: trains to step N, never loses a run, and continues where it stopped on any number of shards.
+
+Nerfstudio's Trainer would resume with fresh parameters that no optimizer holds, count iterations from the resumed
+step on, and save straight over the last checkpoint. This one loads before the optimizers are made, in place, and saves
+atomically. A first Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from nerfstudio.configs.base_config import LoggingConfig, MachineConfig, ViewerConfig
+from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.engine.trainer import Trainer, TrainerConfig
+from nerfstudio.utils import writer
+from nerfstudio.utils.misc import step_check
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.utils.writer import EventName, TimeWriter
+from tyro.conf import Suppress
+
+from ns_mgpu_splat.data.images import ImageError
+from ns_mgpu_splat.nerfstudio import checkpoint
+from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
+from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
+from ns_mgpu_splat.nerfstudio.device import shard_names
+from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
+from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline, MgpuSplatPipelineConfig
+
+
+@dataclass
+class MgpuMachineConfig(MachineConfig):
+    """The machine. Its GPUs are chosen with the environment variable MGPU_DEVICES."""
+
+    seed: int = 42
+    """Seed of everything random: noise, densification, random colours."""
+    num_devices: int = 1
+    """Processes; must stay 1. All GPUs of the host form one device: choose them with MGPU_DEVICES=0,1."""
+    device_type: Literal["mgpu"] = "mgpu"  # type: ignore[assignment]
+    """The aggregate device; there is no other to train on. Without a GPU it runs on the CPU."""
+    num_machines: Suppress[int] = 1
+    machine_rank: Suppress[int] = 0
+    dist_url: Suppress[str] = "auto"
+
+
+@dataclass
+class MgpuLoggingConfig(LoggingConfig):
+    """What is written down while training."""
+
+    local_writer: ProgressWriterConfig = field(default_factory=ProgressWriterConfig)
+    """The line of numbers in the terminal."""
+
+
+@dataclass
+class MgpuSplatTrainerConfig(TrainerConfig):
+    """A training run."""
+
+    _target: type = field(default_factory=lambda: MgpuSplatTrainer)
+    """Class of the trainer."""
+    method_name: str | None = "mgpu-splat"
+    """Name of the method; part of the output path."""
+    max_num_iterations: int = 30_000
+    """Train to this step. A resumed run counts from its beginning, not from where it resumes."""
+    schedule_steps: int = 30_000
+    """Length of the learning-rate decay and of the growth of the number of Gaussians. Set it to max-num-iterations in
+    short runs; leave it alone when a run is cut in pieces, so that the pieces make the same run."""
+    steps_per_save: int = 2_000
+    """Steps between checkpoints; there is one more at the end, on Ctrl-C and when memory runs out."""
+    steps_per_eval_batch: int = 0
+    """Steps between losses of a held-out image; 0 for never, since steps-per-eval-image says more."""
+    steps_per_eval_image: int = 500
+    """Steps between renderings of one held-out image, in turn, for the logger."""
+    steps_per_eval_all_images: int = 10_000
+    """Steps between evaluations on all held-out images, which stops training for as long as they take to render."""
+    eval_at_end: bool = True
+    """Evaluate on all held-out images when training ends, and print their mean PSNR."""
+    save_only_latest_checkpoint: bool = True
+    """Remove older checkpoints once a newer one is safely on disk."""
+    vis: Literal[
+        "viewer",
+        "wandb",
+        "tensorboard",
+        "comet",
+        "viewer+wandb",
+        "viewer+tensorboard",
+        "viewer+comet",
+        "viewer_legacy",
+    ] = "viewer+tensorboard"
+    """Where to show the run. Nerfstudio evaluates only if one of tensorboard, wandb or comet is among them."""
+    machine: MgpuMachineConfig = field(default_factory=MgpuMachineConfig)
+    """The machine."""
+    logging: MgpuLoggingConfig = field(default_factory=MgpuLoggingConfig)
+    """Numbers in the terminal and in log files."""
+    viewer: ViewerConfig = field(
+        default_factory=lambda: ViewerConfig(num_rays_per_chunk=1 << 15, max_num_display_images=64)
+    )
+    """The web viewer. --viewer.quit-on-train-completion True ends the command when training ends."""
+    pipeline: MgpuSplatPipelineConfig = field(default_factory=MgpuSplatPipelineConfig)
+    """Data and model."""
+    mixed_precision: Suppress[bool] = False
+    use_grad_scaler: Suppress[bool] = False
+    log_gradients: Suppress[bool] = False
+    prompt: Suppress[str | None] = None
+
+    def __post_init__(self) -> None:
+        if self.machine.num_devices != 1 or self.machine.num_machines != 1:
+            raise SystemExit(
+                "mgpu-splat: --machine.num-devices must stay 1: one process drives all GPUs as one device. Choose them "
+                "with the environment variable MGPU_DEVICES, e.g. MGPU_DEVICES=0,1."
+            )
+        if self.schedule_steps < 1 or self.max_num_iterations < 1:
+            raise SystemExit("mgpu-splat: --schedule-steps and --max-num-iterations must be at least 1.")
+
+
+class MgpuSplatTrainer(Trainer):
+    """See the module's text."""
+
+    config: MgpuSplatTrainerConfig
+    pipeline: MgpuSplatPipeline
+    optimizers: SplatOptimizers
+
+    def __init__(self, config: MgpuSplatTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
+        if world_size != 1:
+            raise SystemExit("mgpu-splat: one process drives all GPUs. Choose them with MGPU_DEVICES=0,1.")
+        super().__init__(config, local_rank, world_size)
+        self.device = "mgpu"
+        self.mixed_precision = self.use_grad_scaler = False
+        self._loaded: dict[str, Any] | None = None
+        self._stop_signal: int | None = None
+        self.stop_training = False
+
+    # ---- setting up -----------------------------------------------------------------------------------------------
+
+    def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
+        """Read the checkpoint first: a broken one is refused before images are read and code is compiled."""
+        self._loaded = self._read_checkpoint()
+        super().setup(test_mode)
+        self.pipeline.model.metrics_every = max(1, self.config.logging.steps_per_log)
+        end, schedule = self.config.max_num_iterations, self.config.schedule_steps
+        if end < schedule // 2:
+            CONSOLE.print(
+                f"Training to step {end:,} of a schedule of {schedule:,}: learning rates will hardly have decayed. "
+                f"For a run that ends here, add --schedule-steps {end}."
+            )
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        config = self.config
+        try:
+            if config.load_dir is not None:
+                path = checkpoint.find(Path(config.load_dir), config.load_step)
+            elif config.load_checkpoint is not None:
+                path = Path(config.load_checkpoint)
+            else:
+                return None
+            state = checkpoint.read(path)
+        except CheckpointError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
+        state["path"] = path
+        return state
+
+    def setup_optimizers(self) -> SplatOptimizers:
+        """Load the model, make the optimizers on its parameters, and load their state."""
+        model = self.pipeline.model
+        state = self._loaded
+        try:
+            if state is not None:
+                self.pipeline.load_pipeline(state["pipeline"], state["step"])
+            optimizers = SplatOptimizers(
+                self.config.optimizers.copy(),
+                self.pipeline.get_param_groups(),
+                model,
+                self.config.schedule_steps,
+                self.config.machine.seed,
+            )
+            model.start_training(optimizers.table, self.config.schedule_steps, self.config.machine.seed)
+            if state is not None:
+                self._restore(state, optimizers)
+        except CheckpointError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
+        return optimizers
+
+    def _restore(self, state: dict[str, Any], optimizers: SplatOptimizers) -> None:
+        self._start_step = self.step = int(state["step"]) + 1
+        optimizers.load_optimizers(state.get("optimizers", {}))
+        if self.config.load_scheduler:
+            optimizers.load_schedulers(state.get("schedulers", {}))
+        if "strategy" in state:
+            self.pipeline.model.strategy.load_state_dict(state["strategy"])
+        if "random" in state:
+            checkpoint.restore_random_state(state["random"])
+        sampler = state.get("sampler")
+        if sampler is not None and sampler != self.pipeline.datamanager.state():
+            CONSOLE.print(
+                f"[bold yellow]The checkpoint saw {sampler['images']:,} training images in the order of seed "
+                f"{sampler['seed']}; this run goes on with {self.pipeline.datamanager.state()}."
+            )
+
+    def _load_checkpoint(self) -> None:
+        """Say what was loaded; loading happened when the optimizers were made."""
+        if self._loaded is None:
+            CONSOLE.print("No checkpoint was asked for: training from the seed points.")
+            return
+        state, self._loaded = self._loaded, None
+        before, now = state.get("shards"), list(shard_names())
+        moved = (
+            f" (it was saved on {len(before)} shards, this is {len(now)})" if before and before != now else ""
+        )
+        CONSOLE.print(
+            f"Resuming at step {self._start_step:,} with {self.pipeline.model.num_points:,} Gaussians from "
+            f"{state['path']}{moved}."
+        )
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train to step `max_num_iterations`."""
+        end = self.config.max_num_iterations
+        self.pipeline.datamanager.train_dataparser_outputs.save_dataparser_transform(
+            self.base_dir / "dataparser_transforms.json"
+        )
+        self._init_viewer_state()
+        if self._start_step >= end:
+            CONSOLE.print(
+                f"The checkpoint is already at step {self._start_step:,}: nothing to train up to {end:,}. Raise "
+                "--max-num-iterations to go on."
+            )
+            self.step = self._start_step - 1
+            self._after_train()
+            return
+        with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME), self._signals():
+            for step in range(self._start_step, end):
+                self.step = step
+                while self.training_state == "paused" and not self._stopping():
+                    time.sleep(0.01)
+                if self._stopping():
+                    self.step = step - 1
+                    break
+                self._one_step(step)
+        if self._stop_signal is not None:
+            path = self._save(self.step)
+            CONSOLE.print(f"Stopped after step {self.step + 1:,}; resume with --load-checkpoint {path}")
+            raise SystemExit(128 + self._stop_signal)
+        self._after_train()
+
+    def _stopping(self) -> bool:
+        return self.stop_training or self._stop_signal is not None
+
+    def _one_step(self, step: int) -> None:
+        try:
+            with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
+                self.pipeline.train()
+                self._call_back(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
+                loss, loss_dict, metrics_dict = self.train_iteration(step)
+                self._call_back(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._give_up(step, f"memory ran out. {error}")
+        except ImageError as error:
+            self._give_up(step, str(error))
+        writer.put_time(
+            name="Train Iter / Sec", duration=1 / max(timer.duration, 1e-9), step=step, avg_over_steps=True
+        )
+        self._update_viewer_state(step)
+        if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
+            writer.put_scalar(name="Train Loss", scalar=float(loss), step=step)
+            writer.put_dict(name="Train Loss Dict", scalar_dict=loss_dict, step=step)
+            writer.put_dict(name="Train Metrics Dict", scalar_dict=metrics_dict, step=step)
+            self.optimizers.log_rates(step)
+        if len(self.pipeline.datamanager.eval_dataset) > 0:
+            with self.train_lock, self._random_state_kept():
+                self.eval_iteration(step)
+        if step_check(step, self.config.steps_per_save) and step + 1 < self.config.max_num_iterations:
+            self.save_checkpoint(step)
+        writer.write_out_storage()
+
+    def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:
+        for callback in self.callbacks:
+            callback.run_callback_at_location(step, location=location)
+
+    def train_iteration(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        """Forward, backward and optimizer step; the loss, its parts and the metrics."""
+        groups = list(self.optimizers.parameters)
+        every = self.gradient_accumulation_steps
+        self.optimizers.zero_grad_some([g for g in groups if step % every[g] == 0])
+        _, loss_dict, metrics_dict = self.pipeline.get_train_loss_dict(step=step)
+        loss = functools.reduce(torch.add, loss_dict.values())
+        loss.backward()
+        self.optimizers.step_some([g for g in groups if step % every[g] == every[g] - 1], step)
+        self.optimizers.scheduler_step_all(step)
+        return loss.detach(), {k: v.detach() for k, v in loss_dict.items()}, metrics_dict
+
+    def _give_up(self, step: int, why: str) -> None:
+        """End the run with what the last whole step left."""
+        saved = "No step was finished: there is nothing to save."
+        if step > self._start_step:
+            try:
+                saved = f"Step {step:,} is saved: --load-checkpoint {self._save(step - 1)}."
+            except (CheckpointError, RuntimeError, MemoryError) as error:
+                saved = f"It could not be saved either: {error}"
+        raise SystemExit(f"mgpu-splat: step {step + 1:,} failed: {why} {saved}")
+
+    @contextmanager
+    def _random_state_kept(self) -> Iterator[None]:
+        """Evaluation must not change what training draws."""
+        state = checkpoint.random_state() if self._evaluates_at(self.step) else None
+        yield
+        if state is not None:
+            checkpoint.restore_random_state(state)
+
+    def _evaluates_at(self, step: int) -> bool:
+        config = self.config
+        return any(
+            step_check(step, every)
+            for every in (
+                config.steps_per_eval_batch,
+                config.steps_per_eval_image,
+                config.steps_per_eval_all_images,
+            )
+        )
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn the first Ctrl-C or SIGTERM into a stop after the current step."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            if self._stop_signal is not None:
+                raise KeyboardInterrupt
+            self._stop_signal = number
+            CONSOLE.print("\nStopping after this step, with a checkpoint. Once more stops at once, without.")
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _after_train(self) -> None:
+        """Save, evaluate, and leave the viewer open if it is to stay."""
+        for event_writer in writer.EVENT_WRITERS:
+            if isinstance(event_writer, ProgressWriter):
+                event_writer.finish(self.step)
+        self._final_evaluation()
+        super()._after_train()
+
+    def _final_evaluation(self) -> None:
+        count = len(self.pipeline.datamanager.eval_dataset)
+        if not self.config.eval_at_end or count == 0:
+            return
+        with self.train_lock, self._random_state_kept():
+            metrics = self.pipeline.get_average_eval_image_metrics(step=self.step)
+        writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict=metrics, step=self.step)
+        CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB.")
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, step: int) -> None:
+        """Save all that is needed to go on after this step. A full disk is said, and does not end training."""
+        try:
+            self._save(step)
+        except CheckpointError as error:
+            if self.training_state == "completed":
+                raise SystemExit(f"mgpu-splat: {error}") from None
+            CONSOLE.print(f"[bold red]{error}[/bold red]")
+
+    def _save(self, step: int) -> Path:
+        with self.train_lock:
+            self.optimizers.flush()
+            state = {
+                "format": checkpoint.kFormat,
+                "step": step,
+                "pipeline": self.pipeline.state_dict(),
+                **self.optimizers.state(),
+                "scalers": {},
+                "strategy": self.pipeline.model.strategy.state_dict(),
+                "random": checkpoint.random_state(),
+                "sampler": self.pipeline.datamanager.state(),
+                "shards": list(shard_names()),
+                "gaussians": self.pipeline.model.num_points,
+                "sh_degree": self.pipeline.model.config.sh_degree,
+            }
+            keep = not self.config.save_only_latest_checkpoint
+            return checkpoint.save(state, self.checkpoint_dir, step, keep)
