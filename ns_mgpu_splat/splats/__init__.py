@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splats without Nerfstudio: the table, cameras, render, project, losses, optimizer and densification."""
+
+from ns_mgpu_splat.splats.camera import Camera
+from ns_mgpu_splat.splats.project import Records, project
+from ns_mgpu_splat.splats.render import Rendered, render
+from ns_mgpu_splat.splats.table import SplatTable
+
+__all__ = ["Camera", "Records", "Rendered", "SplatTable", "project", "render"]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cameras: where they are, and how they map to pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Camera:
+    """A pinhole camera and its image.
+
+    Axes are OpenCV's (x right, y down, z forward), pixel centres lie at +0.5, and units are pixels. `viewmat` (4, 4) takes
+    world to camera; its last row is (0, 0, 0, 1) and is not read. It may be on the CPU or on `mgpu`, and may require grad.
+
+    Raises: ValueError naming the field that is wrong.
+    """
+
+    viewmat: Tensor
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+    width: int
+    height: int
+
+    def __post_init__(self) -> None:
+        """Check the fields, and make plain numbers of them."""
+        if not isinstance(self.viewmat, Tensor) or tuple(self.viewmat.shape) != (4, 4):
+            got = list(self.viewmat.shape) if isinstance(self.viewmat, Tensor) else type(self.viewmat).__name__
+            raise ValueError(f"viewmat is {got}, expected a [4, 4] tensor, world to camera in OpenCV axes.")
+        if self.viewmat.device.type == "cpu" and not bool(torch.isfinite(self.viewmat.detach()).all()):
+            raise ValueError("viewmat has NaN or infinite entries.")
+        for name in ("fx", "fy", "cx", "cy"):
+            setattr(self, name, float(getattr(self, name)))
+        for name in ("width", "height"):
+            value = getattr(self, name)
+            if int(value) != value or not 1 <= value <= 1048560:
+                raise ValueError(f"{name} is {value}, expected a whole number of pixels from 1 to 1,048,560.")
+            setattr(self, name, int(value))
+        for name in ("fx", "fy"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive focal length in pixels.")
+        for name in ("cx", "cy"):
+            if not abs(getattr(self, name)) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a finite principal point in pixels.")
+
+    @classmethod
+    def from_K(cls, viewmat: Tensor, K: Tensor, width: int, height: int) -> Camera:
+        """From a [3, 3] calibration matrix without skew: fx 0 cx / 0 fy cy / 0 0 1."""
+        if tuple(K.shape) != (3, 3):
+            raise ValueError(f"K is {list(K.shape)}, expected [3, 3].")
+        k = K.detach().cpu().double()
+        return cls(viewmat, k[0, 0].item(), k[1, 1].item(), k[0, 2].item(), k[1, 2].item(), width, height)
+
+    @property
+    def intrinsics(self) -> tuple[float, float, float, float]:
+        """fx, fy, cx, cy."""
+        return self.fx, self.fy, self.cx, self.cy
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width, height."""
+        return self.width, self.height
+
+
+def stack_viewmats(cameras: list[Camera]) -> Tensor:
+    """Viewmats of the cameras as [C, 4, 4] float32 on the CPU, differentiable: that is where the operators read them."""
+    return torch.stack([camera.viewmat.to(device="cpu", dtype=torch.float32) for camera in cameras])

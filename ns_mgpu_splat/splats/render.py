@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""render(): images of a splat table, differentiable, on all shards of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.camera import Camera, stack_viewmats
+
+if TYPE_CHECKING:
+    from ns_mgpu_splat.splats.optimizer import SplatAdam
+    from ns_mgpu_splat.splats.table import SplatTable
+
+COLUMN_SHAPES = {
+    "means": "[N, 3]",
+    "quats": "[N, 4]",
+    "scales": "[N, 3]",
+    "opacities": "[N]",
+    "sh0": "[N, 3]",
+    "shN": "[N, K, 3]",
+}
+
+
+class Rendered:
+    """One camera's images, float32 on `mgpu`: what `render` returns for it."""
+
+    rgb: Tensor
+    """(H, W, 3), over the background; not clamped above."""
+    accumulation: Tensor
+    """(H, W, 1), 1 minus the light that passes, in [0, 1]."""
+    depth_sum: Tensor
+    """(H, W, 1), depths weighted like colours: depth times accumulation, in scene units."""
+
+    def __init__(self, rgb: Tensor, depth_sum: Tensor, accumulation: Tensor) -> None:
+        """From the operator's images."""
+        self.rgb, self.depth_sum, self.accumulation = rgb, depth_sum, accumulation
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """(H, W, 1), expected depth along the camera's z in scene units; 0 where nothing was hit. Made when first read."""
+        return self.depth_sum / self.accumulation.clamp_min(1e-10)
+
+
+def render(
+    table: SplatTable,
+    cameras: Camera | Sequence[Camera],
+    *,
+    background: Tensor | Sequence[float] | None = None,
+    antialiased: bool = False,
+    sh_degree: int | None = None,
+    optimizer: SplatAdam | None = None,
+) -> list[Rendered]:
+    """Render the Gaussians of `table` in each camera.
+
+    Args:
+        table: N rows on `mgpu`, float32, world frame; N may be 0.
+        cameras: one or several, of any sizes.
+        background: 3 colour values behind everything; None: black. A tensor may require grad.
+        antialiased: dim opacities by sqrt(det / dilated det) (Mip-Splatting, arXiv 2311.16493).
+        sh_degree: use the bands up to this one; None: all of the table's.
+        optimizer: read rows as they are after its latest step, although not all of them have been written yet; in grad
+            mode backward leaves the rows' gradients in `optimizer.pending` for `optimizer.step()`, and no column gets a
+            `.grad`. None: plain autograd.
+    Returns: one `Rendered` per camera, differentiable in all columns, in every viewmat and in `background`.
+        Images are the same bits on any number of shards.
+    Raises: ValueError naming the argument and its shape.
+    """
+    cameras = _camera_list(cameras)
+    columns = check_columns(table)
+    degree = check_sh_degree(sh_degree, columns[5])
+    if not cameras:
+        return []
+    fixed_background, learned_background = _split_background(background)
+    call = _Call(
+        [camera.intrinsics for camera in cameras],
+        [camera.size for camera in cameras],
+        fixed_background,
+        bool(antialiased),
+        degree,
+        optimizer,
+    )
+    images = _Render.apply(call, stack_viewmats(cameras), *columns)
+    results = [Rendered(*images[3 * i : 3 * i + 3]) for i in range(len(cameras))]
+    if learned_background is not None:
+        for result in results:
+            result.rgb = result.rgb + (1 - result.accumulation) * learned_background.to(result.rgb.device)
+    return results
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of the operator takes besides tensors that may require grad."""
+
+    intrinsics: list[tuple[float, float, float, float]]
+    sizes: list[tuple[int, int]]
+    background: Tensor | None
+    antialiased: bool
+    sh_degree: int
+    optimizer: SplatAdam | None
+
+
+class _Render(torch.autograd.Function):
+    """Columns and viewmats to rgb, accumulated depth and accumulation of each camera, in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, viewmats: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+        """Stages 2 to 6 of the design's flow."""
+        optimizer = call.optimizer
+        ctx.frame, images = native().splat_forward(
+            columns,
+            None if optimizer is None else optimizer.state(),
+            None if optimizer is None else optimizer.history,
+            viewmats,
+            call.intrinsics,
+            call.sizes,
+            call.background,
+            call.antialiased,
+            call.sh_degree,
+            True,
+            None,
+        )
+        ctx.optimizer, ctx.returned = optimizer, False
+        ctx.save_for_backward(*columns)  # backward reads them again: autograd notices if they were changed in place
+        ctx.set_materialize_grads(False)
+        return tuple(image for triple in images for image in triple)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Stages 7 and 8, and the adjoint of projection where no optimizer takes it over."""
+        _ = ctx.saved_tensors
+        module = native()
+        module.splat_backward(ctx.frame, [grads[i : i + 3] for i in range(0, len(grads), 3)])
+        wanted, wants_viewmats = list(ctx.needs_input_grad[2:]), ctx.needs_input_grad[1]
+        if ctx.optimizer is not None and any(wanted):
+            if ctx.returned:
+                raise RuntimeError(
+                    "This render was already walked back into optimizer.pending; render again for a second backward()."
+                )
+            ctx.optimizer.pending.append(ctx.frame)
+            ctx.returned = True
+            wanted = [False] * len(wanted)
+        columns, viewmats = module.splat_param_grads(ctx.frame, wanted, wants_viewmats)
+        return None, viewmats, *columns
+
+
+def _camera_list(cameras: Camera | Sequence[Camera]) -> list[Camera]:
+    listed = [cameras] if isinstance(cameras, Camera) else list(cameras)
+    for i, camera in enumerate(listed):
+        if not isinstance(camera, Camera):
+            raise ValueError(f"cameras[{i}] is a {type(camera).__name__}, expected ns_mgpu_splat.Camera.")
+    return listed
+
+
+def _split_background(background: Tensor | Sequence[float] | None) -> tuple[Tensor | None, Tensor | None]:
+    """The background as the operator takes it, and as autograd must see it: one of the two is None."""
+    if background is None:
+        return None, None
+    tensor = background if isinstance(background, Tensor) else torch.tensor(list(background), dtype=torch.float32)
+    if tuple(tensor.shape) != (3,):
+        raise ValueError(f"background is {list(tensor.shape)}, expected [3]: red, green, blue.")
+    tensor = tensor.to(torch.float32)
+    return (None, tensor) if tensor.requires_grad and torch.is_grad_enabled() else (tensor, None)
+
+
+def check_columns(table: SplatTable) -> tuple[Tensor, ...]:
+    """The six columns of `table`, after a look at their shapes, types and device.
+
+    Raises: ValueError naming the column.
+    """
+    columns = tuple(table.columns())
+    means = columns[0]
+    rows = means.shape[0] if means.dim() else -1
+    rest = columns[5].shape[1] if columns[5].dim() == 3 else -1
+    shapes = ((rows, 3), (rows, 4), (rows, 3), (rows,), (rows, 3), (rows, rest, 3))
+    for (name, letters), column, shape in zip(COLUMN_SHAPES.items(), columns, shapes, strict=True):
+        if tuple(column.shape) != shape:
+            order = " Order is w, x, y, z: docs/conventions.md." if name == "quats" else ""
+            raise ValueError(f"{name} is {list(column.shape)}, expected {letters} with N = {rows} as in means.{order}")
+        if column.dtype != torch.float32 or not column.is_contiguous():
+            kind = str(column.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} is {kind}, strides {list(column.stride())}; expected contiguous float32.")
+        if column.device.type != "mgpu":
+            raise ValueError(f"{name} is on {column.device}, expected mgpu. SplatTable puts its columns there.")
+    if rest not in (0, 3, 8, 15):
+        raise ValueError(f"shN is {list(columns[5].shape)}, expected [N, K, 3] with K = 0, 3, 8 or 15 (degree 0 to 3).")
+    return columns
+
+
+def check_sh_degree(sh_degree: int | None, sh_rest: Tensor) -> int:
+    """The degree to use: that of the table, or the one asked for if the table has it.
+
+    Raises: ValueError if it does not.
+    """
+    of_table = {0: 0, 3: 1, 8: 2, 15: 3}[sh_rest.shape[1]]
+    if sh_degree is None:
+        return of_table
+    if not 0 <= int(sh_degree) <= of_table:
+        raise ValueError(f"sh_degree is {sh_degree}, but the table's shN is {list(sh_rest.shape)}: degree 0 to {of_table}.")
+    return int(sh_degree)
