@@ -16,6 +16,18 @@ History::History(int64_t steps, double beta1, double beta2, double eps, uint64_t
         std::to_string(beta1) + ", " + std::to_string(beta2) + "), eps " + std::to_string(eps) + ", steps " +
         std::to_string(steps) + ".");
   }
+  for (size_t column = 0; column < kColumns; ++column) {
+    step_size_exact_[column].reserve(kMaxSteps);
+    step_size_[column].reserve(kMaxSteps);
+    drift_[column].reserve(kMaxSteps + 1);
+    drift_eps_[column].reserve(kMaxSteps + 1);
+  }
+  inv_sqrt_bc2_.reserve(kMaxSteps);
+  bc2_.reserve(kMaxSteps);
+  beta1_power_.reserve(kMaxSteps + 1);
+  beta2_power_.reserve(kMaxSteps + 1);
+  noise_sum_.reserve(kMaxSteps + 1);
+  noise_var_.reserve(kMaxSteps + 1);
   clear();
 }
 
@@ -32,6 +44,9 @@ History::Step History::next(const std::array<double, kColumns>& lrs, double nois
 }
 
 void History::push(const std::array<double, kColumns>& lrs, double noise_scale) {
+  if (length() >= kMaxSteps) {
+    throw std::length_error("The optimizer holds " + std::to_string(kMaxSteps) + " steps; flush it first.");
+  }
   const Step step = next(lrs, noise_scale);
   const double t = static_cast<double>(step.number);
   inv_sqrt_bc2_.push_back(step.inv_sqrt_bc2);

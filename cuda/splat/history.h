@@ -10,13 +10,18 @@
 
 namespace mgpu::splat {
 
-// Steps and tables behind an AdamHistory. Everything is computed in double and stored as float.
+// Steps and tables behind an AdamHistory. Everything is computed in double and stored as float. Memory for
+// kMaxSteps steps is reserved once, so a view never dangles while the object lives, whatever is pushed in the
+// meantime.
 class History {
  public:
+  static constexpr int64_t kMaxSteps = 1024;
+
   // Throws std::invalid_argument unless 0 <= beta1 < 1, 0 < beta2 < 1, eps >= 0 and steps >= 0.
   History(int64_t steps, double beta1, double beta2, double eps, uint64_t seed);
 
-  // One more step: a learning rate per column, and the scale of the MCMC noise (0: none).
+  // One more step: a learning rate per column, and the scale of the MCMC noise (0: none). Throws
+  // std::length_error when kMaxSteps steps are held: flush all rows and clear() before.
   void push(const std::array<double, kColumns>& lrs, double noise_scale);
 
   // What a step number now + 1 with these rates would use; push() is for after it.
@@ -35,7 +40,7 @@ class History {
   int64_t now() const { return base_ + static_cast<int64_t>(inv_sqrt_bc2_.size()); }
   int64_t length() const { return now() - base_; }
 
-  // Pointers into this object; valid until the next push or clear.
+  // Pointers into this object; what they point to changes with push and clear.
   AdamHistory view() const;
 
  private:

@@ -29,4 +29,8 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
 void relocate(const SplatColumns& columns, const AdamState* state, const std::vector<int64_t>& source,
               const std::vector<int64_t>& destination, float min_opacity, int64_t now);
 
+// Set the moments of `rows` (ascending) to zero and their last_step to `now`.
+void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows,
+                int64_t now);
+
 }  // namespace mgpu::splat

@@ -231,4 +231,15 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
   }
 }
 
+void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows,
+                int64_t now) {
+  check_rows("rows", rows, columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns.num_rows);
+  for_each_shard("reset rows", [&](const Shard& shard) {
+    const RowRange mine = positions_in(rows, homes[static_cast<size_t>(shard.index)]);
+    for (int64_t i = mine.begin; i < mine.end; ++i)
+      reset_moments(columns, &state, rows[static_cast<size_t>(i)], now);
+  });
+}
+
 }  // namespace mgpu::splat

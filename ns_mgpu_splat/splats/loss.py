@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loss of one image: fused L1 + D-SSIM (cuda/splat/loss.h)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ns_mgpu_splat.device import native
+
+
+class _L1Ssim(torch.autograd.Function):
+    """One native pass gives value and gradient; backward only scales the latter."""
+
+    @staticmethod
+    def forward(ctx: Any, rgb: Tensor, target: Tensor, ssim_weight: float, mask: Tensor | None) -> Tensor:
+        loss, gradient, _, _ = native().l1_ssim(rgb, target, ssim_weight, mask, ctx.needs_input_grad[0])
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dL_dloss: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * dL_dloss, None, None, None
+
+
+def l1_ssim_loss(rgb: Tensor, target: Tensor, *, ssim_weight: float = 0.2, mask: Tensor | None = None) -> Tensor:
+    """(1 - ssim_weight) * mean |rgb - target| + ssim_weight * (1 - mean SSIM); a scalar, differentiable in `rgb`.
+
+    SSIM: 11 x 11 Gaussian window of sigma 1.5, means over channels and over the centres whose window is inside the image.
+    An image with a side below 11 pixels has none: its loss is L1 alone, with weight 1.
+
+    Args:
+        rgb: (H, W, 3) float32, in [0, 1].
+        target: (H, W, 3) float32 in [0, 1], or uint8 (divided by 255); on the same device.
+        mask: (H, W) or (H, W, 1), bool or number; non-zero where a pixel counts. What the others hold has no influence:
+            they are absent from L1, are no centres of SSIM, and in their neighbours' windows the weights of the rest are
+            scaled up to sum to one.
+    Raises: ValueError for a shape, dtype or device that does not fit; the message names it.
+    """
+    if mask is not None:
+        if mask.shape[-1:] == (1,) and mask.dim() == 3:
+            mask = mask[..., 0]
+        if mask.dtype not in (torch.bool, torch.uint8):
+            mask = mask != 0
+        mask = mask.contiguous()
+    return _L1Ssim.apply(rgb.contiguous(), target.contiguous(), float(ssim_weight), mask)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam over a splat table, at the cost of the rows that were seen (cuda/splat/step.h)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.table import COLUMNS, COPY_ROWS, SplatTable, grow_parameter, reserve, resized
+
+STATE_VERSION = 1
+FLUSH_EVERY = 1000  # steps; bounds the history (native limit: AdamHistory.max_steps)
+
+
+class SplatAdam:
+    """Dense Adam's semantics (`torch.optim.Adam`, zero gradient for rows that were not seen) without dense work.
+
+    Render with `render(..., optimizer=this)`, call `backward()` on the loss, then `step()`. Rows that a step does not see
+    catch up when they are next read; `flush()` brings all of them up to date, which anything that looks at the columns
+    directly needs before (densification, checkpoints and exports; `state_dict()` does it by itself).
+
+    Args:
+        table: the parameters; it and this object must grow together.
+        lrs: learning rate by column name; a column that is not named stays as it is.
+        opacity_reg: weight of the mean opacity of the rows seen in a step, added to the loss.
+        scale_reg: weight of their mean scale, over rows and axes.
+        noise_lr: 3DGS-MCMC's exploration noise on the means, times their learning rate; 0: none. 5e5 in the paper.
+        seed: of the noise; a draw depends on (seed, step, row) alone.
+    Raises: ValueError for an unknown column or impossible betas.
+    """
+
+    def __init__(
+        self,
+        table: SplatTable,
+        lrs: Mapping[str, float],
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-15,
+        opacity_reg: float = 0.0,
+        scale_reg: float = 0.0,
+        noise_lr: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.table = table
+        self.betas = (float(betas[0]), float(betas[1]))
+        self.eps = float(eps)
+        self.opacity_reg = float(opacity_reg)
+        self.scale_reg = float(scale_reg)
+        self.noise_lr = float(noise_lr)
+        self.seed = int(seed)
+        self.lrs = dict.fromkeys(COLUMNS, 0.0)
+        self._set_lrs(lrs)
+        self.history = native().AdamHistory(0, *self.betas, self.eps, self.seed)
+        self.exp_avg: dict[str, Tensor] = {}
+        self.exp_avg_sq: dict[str, Tensor] = {}
+        for name, column in table.named_columns().items():
+            self.exp_avg[name] = reserve(tuple(column.shape), table.capacity)
+            self.exp_avg_sq[name] = reserve(tuple(column.shape), table.capacity)
+        self.last_step = reserve((table.num_rows,), table.capacity, torch.int32)
+        self.pending: list[Any] = []
+        """Frames whose gradients wait for `step()`; backward of a render with this optimizer adds them."""
+        self.report: dict[str, float] = {"rows_seen": 0, "mean_opacity": 0.0, "mean_scale": 0.0}
+        """Of the latest step: rows seen, and the means that the regularisers weigh, before the step."""
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far."""
+        return self.history.now
+
+    def state(self) -> list[Tensor]:
+        """The state as the native functions take it: exp_avg by column, exp_avg_sq by column, last_step."""
+        return [*(self.exp_avg[n] for n in COLUMNS), *(self.exp_avg_sq[n] for n in COLUMNS), self.last_step]
+
+    # ---- stepping
+
+    def step(self, lrs: Mapping[str, float] | None = None) -> None:
+        """Apply the gradients of all pending frames in one Adam step, with new learning rates if given.
+
+        Raises: ValueError if a pending frame was not rendered at the present step, or the table has grown since.
+        """
+        if lrs is not None:
+            self._set_lrs(lrs)
+        self.report = native().splat_step(
+            self.pending,
+            self._columns(),
+            self.state(),
+            self.history,
+            [self.lrs[name] for name in COLUMNS],
+            self.lrs["means"] * self.noise_lr,
+            self.opacity_reg,
+            self.scale_reg,
+        )
+        self.pending.clear()
+        if self.history.now - self.history.base >= FLUSH_EVERY:
+            self.flush()
+
+    def zero_pending(self) -> None:
+        """Forget the gradients of all pending frames."""
+        self.pending.clear()
+
+    def flush(self) -> None:
+        """Bring every row up to date with the latest step."""
+        if self.pending:
+            raise ValueError("flush() with gradients pending: call step() or zero_pending() first.")
+        native().splat_flush(self._columns(), self.state(), self.history)
+
+    # ---- growing
+
+    def grow(self, rows: int) -> None:
+        """Follow the table to `rows` rows, in place: the new rows have zero moments and are up to date."""
+        if self.pending:
+            raise ValueError("grow() with gradients pending: call step() or zero_pending() first.")
+        old = self.last_step.shape[0]
+        if rows < old:
+            raise ValueError(f"grow({rows:,}) on an optimizer of {old:,} rows; it cannot shrink.")
+        if rows == old:
+            return
+        for tensor in self.state():
+            grow_parameter(tensor, rows)
+        self.last_step[old:].fill_(self.steps)
+
+    def reset_rows(self, index: Tensor) -> None:
+        """Set the moments of the rows `index` (int64, any order) to zero; they count as up to date."""
+        rows = index.detach().cpu().to(torch.int64).unique()
+        native().reset_rows(self._columns(), self.state(), rows, self.steps)
+
+    # ---- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors (`weights_only`-safe), after a flush, so save the table's columns after this call."""
+        self.flush()
+        return {
+            "version": STATE_VERSION,
+            "steps": self.steps,
+            "betas": list(self.betas),
+            "eps": self.eps,
+            "seed": self.seed,
+            "lrs": copy.copy(self.lrs),
+            "exp_avg": dict(self.exp_avg),
+            "exp_avg_sq": dict(self.exp_avg_sq),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load in place, on any number of shards. Load the table first: its rows must be those of the state.
+
+        Raises: ValueError for another version, or naming the moment that does not fit the table.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"The optimizer state has version {state.get('version')}, expected {STATE_VERSION}.")
+        for moment in ("exp_avg", "exp_avg_sq"):
+            for name, column in self.table.named_columns().items():
+                if tuple(state[moment][name].shape) != tuple(column.shape):
+                    raise ValueError(
+                        f"{moment} of {name} is {list(state[moment][name].shape)} in the state, but the table's column is "
+                        f"{list(column.shape)}. Load the table of the same checkpoint first (SplatTable.resize)."
+                    )
+        self.pending.clear()
+        rows, capacity = self.table.num_rows, self.table.capacity
+        with torch.no_grad():
+            for mine, theirs in ((self.exp_avg, state["exp_avg"]), (self.exp_avg_sq, state["exp_avg_sq"])):
+                for name in COLUMNS:
+                    if mine[name].shape != theirs[name].shape:
+                        mine[name].data = resized(mine[name].data, rows, capacity)
+                    for first in range(0, rows, COPY_ROWS):
+                        mine[name][first : first + COPY_ROWS].copy_(theirs[name][first : first + COPY_ROWS])
+            if self.last_step.shape[0] != rows:
+                self.last_step.data = resized(self.last_step.data, rows, capacity)
+            self.last_step.fill_(int(state["steps"]))
+        self.betas = (float(state["betas"][0]), float(state["betas"][1]))
+        self.eps = float(state["eps"])
+        self.seed = int(state["seed"])
+        self._set_lrs(state["lrs"])
+        self.history = native().AdamHistory(int(state["steps"]), *self.betas, self.eps, self.seed)
+
+    # ---- inside
+
+    def _columns(self) -> list[Tensor]:
+        return [column.detach() for column in self.table.columns()]
+
+    def _set_lrs(self, lrs: Mapping[str, float]) -> None:
+        unknown = set(lrs) - set(COLUMNS)
+        if unknown:
+            raise ValueError(f"lrs names {sorted(unknown)}; the columns are {', '.join(COLUMNS)}.")
+        self.lrs.update({name: float(lr) for name, lr in lrs.items()})

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The splat table: the columns of all Gaussians, as parameters on `mgpu` that grow in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ns_mgpu_splat.splats import ply, seed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+COLUMNS = ("means", "quats", "scales", "opacities", "sh0", "shN")
+"""Names of the columns, in the order that all operators use."""
+
+COPY_ROWS = 1 << 18  # rows that go between host and table at a time
+
+
+def column_shapes(rows: int, sh_degree: int) -> dict[str, tuple[int, ...]]:
+    """Shape of each column of a table with `rows` rows."""
+    return {
+        "means": (rows, 3),
+        "quats": (rows, 4),
+        "scales": (rows, 3),
+        "opacities": (rows,),
+        "sh0": (rows, 3),
+        "shN": (rows, (sh_degree + 1) ** 2 - 1, 3),
+    }
+
+
+def reserve(shape: tuple[int, ...], capacity: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A zero tensor on `mgpu` whose first dimension can grow to `capacity` in place."""
+    return torch.mgpu.reserve(shape, max(capacity, shape[0], 1), dtype)  # type: ignore[attr-defined]
+
+
+class SplatTable:
+    """N Gaussians as six `nn.Parameter` columns on `mgpu`, float32, one row each.
+
+    `means` (N, 3) in world units; `quats` (N, 4) wxyz, normalised when used; `scales` (N, 3), logs of world units;
+    `opacities` (N,), logits; `sh0` (N, 3) and `shN` (N, K, 3), spherical harmonics in 3DGS order, K = 0, 3, 8 or 15.
+    Make one with `from_points`, `from_ply` or `from_columns`. N may be 0.
+    """
+
+    means: nn.Parameter
+    quats: nn.Parameter
+    scales: nn.Parameter
+    opacities: nn.Parameter
+    sh0: nn.Parameter
+    shN: nn.Parameter
+
+    def __init__(self, num_rows: int, *, sh_degree: int = 3, capacity: int | None = None) -> None:
+        """A table of `num_rows` zero rows, with room for `capacity` rows (default: just these).
+
+        Raises: ValueError for a degree outside 0 to 3 or a capacity below `num_rows`.
+        """
+        if sh_degree not in (0, 1, 2, 3):
+            raise ValueError(f"sh_degree is {sh_degree}; spherical harmonics of degree 0, 1, 2 or 3 are supported.")
+        self._capacity = num_rows if capacity is None else int(capacity)
+        if self._capacity < num_rows:
+            raise ValueError(f"capacity is {self._capacity:,}, but the table has {num_rows:,} rows. Raise the capacity.")
+        from ns_mgpu_splat.device import init
+
+        init()
+        for name, shape in column_shapes(num_rows, sh_degree).items():
+            setattr(self, name, nn.Parameter(reserve(shape, self._capacity)))
+
+    # ---- making a table
+
+    @classmethod
+    def from_points(
+        cls,
+        points: Tensor | np.ndarray,
+        colors: Tensor | np.ndarray | None = None,
+        *,
+        sh_degree: int = 3,
+        max_gaussians: int | None = None,
+        capacity: int | None = None,
+        opacity: float = 0.1,
+        seed: int = 0,
+    ) -> SplatTable:
+        """One isotropic Gaussian per point, as wide as its three nearest neighbours are far on average.
+
+        Args:
+            points: (N, 3), world units; N may be 0, and points may coincide.
+            colors: (N, 3), uint8 or float in [0, 1]; None: mid grey.
+            max_gaussians: hard cap. A larger cloud is thinned evenly in space, and one line says so.
+            capacity: rows that the table can grow to in place; default: `max_gaussians`, else the rows it has.
+            opacity: of every Gaussian, in (0, 1).
+            seed: of the random orientations.
+        Raises: ValueError for a wrong shape, a value that is not finite (with its row) or an opacity outside (0, 1).
+        """
+        columns = seeds_to_columns(points, colors, sh_degree, max_gaussians, opacity, seed)
+        if capacity is None:
+            capacity = max_gaussians
+        return cls.from_columns(**columns, capacity=capacity)
+
+    @classmethod
+    def from_columns(
+        cls,
+        *,
+        means: Tensor,
+        quats: Tensor,
+        scales: Tensor,
+        opacities: Tensor,
+        sh0: Tensor,
+        shN: Tensor | None = None,
+        capacity: int | None = None,
+    ) -> SplatTable:
+        """A table with copies of these columns (shapes as in the class; `shN` None: degree 0; any device and float dtype).
+
+        Raises: ValueError naming the column whose shape does not fit.
+        """
+        rows = means.shape[0] if means.dim() else 0
+        if shN is None:
+            shN = sh0.new_zeros((rows, 0, 3))
+        rest = shN.shape[1] if shN.dim() == 3 else -1
+        if rest not in (0, 3, 8, 15):
+            raise ValueError(f"shN is {list(shN.shape)}, expected [N, K, 3] with K = 0, 3, 8 or 15 (degree 0 to 3).")
+        given = dict(zip(COLUMNS, (means, quats, scales, opacities, sh0, shN), strict=True))
+        degree = math.isqrt(rest + 1) - 1
+        for name, shape in column_shapes(rows, degree).items():
+            if tuple(given[name].shape) != shape:
+                order = " Order is w, x, y, z: docs/conventions.md." if name == "quats" else ""
+                raise ValueError(
+                    f"{name} is {list(given[name].shape)}, expected {list(shape)} with N = {rows} as in means.{order}"
+                )
+        table = cls(rows, sh_degree=degree, capacity=capacity)
+        table.write_rows(0, given)
+        return table
+
+    @classmethod
+    def from_ply(cls, path: str | Path, *, capacity: int | None = None) -> SplatTable:
+        """Read a 3DGS `.ply` (INRIA's properties, binary). Rows that are not finite are dropped, and one line says so.
+
+        Raises: ValueError naming file and property if one is missing, or if the file is cut short.
+        """
+        source = ply.PlyReader(path)
+        rows = source.count_finite()
+        table = cls(rows, sh_degree=source.sh_degree, capacity=capacity)
+        begin = 0
+        for chunk in source.chunks():
+            table.write_rows(begin, {name: torch.from_numpy(values) for name, values in chunk.items()})
+            begin += chunk["means"].shape[0]
+        return table
+
+    def to_ply(self, path: str | Path) -> int:
+        """Write a 3DGS `.ply` (INRIA's properties and order, binary) and return the number of rows in it.
+
+        Written aside, synced and renamed: a file of that name is always whole. Only rows with a value that is not finite
+        are left out, and one line says how many.
+        """
+        return ply.write(Path(path), self.num_rows, self.sh_degree, self.read_rows)
+
+    # ---- looking at it
+
+    @property
+    def num_rows(self) -> int:
+        """Rows the table has."""
+        return int(self.means.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Rows the table can grow to in place."""
+        return self._capacity
+
+    @property
+    def sh_degree(self) -> int:
+        """Degree of the spherical harmonics, 0 to 3."""
+        return math.isqrt(int(self.shN.shape[1]) + 1) - 1
+
+    def columns(self) -> tuple[nn.Parameter, ...]:
+        """The six columns in the order of `COLUMNS`."""
+        return tuple(getattr(self, name) for name in COLUMNS)
+
+    def named_columns(self) -> dict[str, nn.Parameter]:
+        """The six columns by name, in the order of `COLUMNS`."""
+        return {name: getattr(self, name) for name in COLUMNS}
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"SplatTable({self.num_rows:,} rows of {self.capacity:,}, SH degree {self.sh_degree}, {self.means.device})"
+
+    def read_rows(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        """Copies of rows [begin, end) on the host, by column."""
+        return {name: column.detach()[begin:end].cpu().numpy() for name, column in self.named_columns().items()}
+
+    # ---- changing it
+
+    def requires_grad_(self, requires_grad: bool = True) -> SplatTable:
+        """Set `requires_grad` of all columns; returns the table."""
+        for column in self.columns():
+            column.requires_grad_(requires_grad)
+        return self
+
+    def write_rows(self, begin: int, values: Mapping[str, Tensor]) -> None:
+        """Overwrite rows from `begin` on, in place and piece by piece; all columns of `values` have as many rows."""
+        with torch.no_grad():
+            for name, source in values.items():
+                column = getattr(self, name).detach()
+                for first in range(0, source.shape[0], COPY_ROWS):
+                    piece = source.detach()[first : first + COPY_ROWS].to(torch.float32)
+                    column[begin + first : begin + first + piece.shape[0]].copy_(piece)
+
+    def grow(self, rows: int) -> None:
+        """Grow to `rows` rows in place: parameters and addresses stay, the new rows are zero. No graph may be alive.
+
+        Raises: ValueError if `rows` is below what the table has, or above its capacity.
+        """
+        if rows < self.num_rows:
+            raise ValueError(f"grow({rows:,}) on a table of {self.num_rows:,} rows; use resize() to shrink it.")
+        if rows > self.capacity:
+            raise ValueError(
+                f"The table cannot grow to {rows:,} rows in place: it was made with capacity={self.capacity:,}. Make it with "
+                "a larger capacity (or max_gaussians)."
+            )
+        if rows > self.num_rows:
+            for column in self.columns():
+                grow_parameter(column, rows)
+
+    def resize(self, rows: int, *, capacity: int | None = None) -> None:
+        """Have exactly `rows` rows, as before loading a checkpoint: parameters keep their identity, not their address.
+
+        The rows that fit keep their values; new ones are zero. `capacity`: as in the constructor; default: unchanged,
+        or `rows` if that is more.
+        """
+        capacity = max(self.capacity, rows) if capacity is None else capacity
+        if capacity < rows:
+            raise ValueError(f"capacity is {capacity:,}, but resize() was asked for {rows:,} rows. Raise the capacity.")
+        if self.num_rows <= rows <= self.capacity == capacity:
+            self.grow(rows)
+            return
+        for column in self.columns():
+            column.grad = None
+            column.data = resized(column.data, rows, capacity)
+        self._capacity = capacity
+
+
+def grow_parameter(tensor: Tensor, rows: int) -> None:
+    """Grow a reserved tensor (or parameter) in place; the object stays the same."""
+    if isinstance(tensor, nn.Parameter):
+        tensor.grad = None  # of the old shape
+    tensor.data = torch.mgpu.grow(tensor.data, rows)  # type: ignore[attr-defined]
+
+
+def resized(tensor: Tensor, rows: int, capacity: int) -> Tensor:
+    """A newly reserved tensor with the first rows of `tensor`; the rest is zero."""
+    out = reserve((rows, *tensor.shape[1:]), capacity, tensor.dtype)
+    kept = min(rows, tensor.shape[0])
+    for first in range(0, kept, COPY_ROWS):
+        last = min(kept, first + COPY_ROWS)
+        out[first:last].copy_(tensor[first:last])
+    return out
+
+
+def seeds_to_columns(
+    points: Tensor | np.ndarray,
+    colors: Tensor | np.ndarray | None,
+    sh_degree: int,
+    max_gaussians: int | None,
+    opacity: float,
+    random_seed: int,
+) -> dict[str, Tensor]:
+    """Columns on the host for `SplatTable.from_points`, which says what the arguments mean."""
+    if not 0.0 < opacity < 1.0:
+        raise ValueError(f"opacity is {opacity}, expected a value between 0 and 1.")
+    xyz, rgb = seed.check_cloud(points, colors)
+    if max_gaussians is not None and len(xyz) > max_gaussians:
+        kept = seed.thin_evenly(xyz, max_gaussians)
+        xyz, rgb = xyz[kept], rgb[kept]
+    rows = len(xyz)
+    distances = torch.from_numpy(seed.neighbour_distances(xyz))
+    return {
+        "means": torch.from_numpy(xyz).to(torch.float32),
+        "quats": torch.from_numpy(seed.random_quats(rows, random_seed)),
+        "scales": distances.log().to(torch.float32)[:, None].repeat(1, 3),
+        "opacities": torch.full((rows,), math.log(opacity / (1.0 - opacity))),
+        "sh0": torch.from_numpy(seed.rgb_to_sh0(rgb)),
+        "shN": torch.zeros(column_shapes(rows, sh_degree)["shN"]),
+    }
