@@ -122,7 +122,12 @@ class Renderer:
             # The direction has length 1 along the viewing axis, so distances are depths.
             color, depth = self._trace(origin, local.reshape(-1, 3) @ rotation.T)
             shape = (bottom - top, ss, w, ss)
-            mean = color.reshape(*shape, 3).mean((1, 3))
+            samples = color.reshape(*shape, 3)
+            mean = np.zeros((bottom - top, w, 3), np.float32)
+            for i in range(ss):
+                for j in range(ss):
+                    mean += samples[:, i, :, j]
+            mean *= np.float32(1 / ss**2)
             picture.rgb[top:bottom] = (mean * 255 + 0.5).astype(np.uint8)
             d = depth.reshape(shape).transpose(0, 2, 1, 3).reshape(bottom - top, w, ss * ss)
             picture.depth[top:bottom], picture.smooth[top:bottom] = _pixel_depth(d)

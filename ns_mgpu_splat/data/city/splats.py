@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ns_mgpu_splat.data.city import light, texture
-from ns_mgpu_splat.data.city.town import Town
+from ns_mgpu_splat.data.city.town import METRES_PER_UNIT, RIM, Town
 
 Array = NDArray[np.float32]
 SH_C0 = 0.28209479177387814
 FLATNESS = 0.1  # thickness of a disc over its radius
 _CHUNK = 1 << 18
+_FALL_OFF = 3.0  # world units outside the town at which splats are a quarter as dense
 _GOLDEN = (0.7548776662466927, 0.5698402909980532)  # R2 sequence: 1/p, 1/p^2 with p^3 = p + 1
 PLY_PROPERTIES = (
     ["x", "y", "z", "nx", "ny", "nz", "f_dc_0", "f_dc_1", "f_dc_2", "opacity"]
@@ -40,14 +41,10 @@ class SplatSampler:
         length = np.linalg.norm(normals, axis=1)
         self._normals = normals / np.maximum(length, 1e-20)[:, None]
         # Triangles in the order of the blocks they stand in, so that neighbours in the table are neighbours in the town.
-        self._upper = np.cumsum(length.astype(np.float64) * 0.5)
+        self._density = _density(town)
+        self._upper = np.cumsum(length.astype(np.float64) * 0.5 * self._density)
         self._shift = np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, 5]).random(3)
         self._radius = float(np.sqrt(self._upper[-1] / n / np.pi)) * 1.25
-
-    @property
-    def area(self) -> float:
-        """Area of all surfaces, square world units."""
-        return float(self._upper[-1])
 
     def rows(self, start: int, count: int) -> dict[str, Array]:
         """Rows [start, start + count) of the table of n; the same numbers however the table is cut into calls.
@@ -79,8 +76,9 @@ class SplatSampler:
         color = light.shade(
             town, self._heights, texture.albedo(town, triangle, weights, means), means, normals, lit
         )
-        scales = np.full((count, 3), np.log(self._radius), np.float32)
-        scales[:, 2] = np.log(self._radius * FLATNESS)
+        scales = np.empty((count, 3), np.float32)
+        scales[:] = (np.log(self._radius) - 0.5 * np.log(self._density[triangle]))[:, None]
+        scales[:, 2] += np.float32(np.log(FLATNESS))
         return {
             "means": means,
             "quats": _turn_z_to(facets),
@@ -89,6 +87,15 @@ class SplatSampler:
             "sh0": ((color - np.float32(0.5)) / np.float32(SH_C0)).astype(np.float32),
             "normals": facets,
         }
+
+
+def _density(town: Town) -> NDArray[np.float64]:
+    """Splats an area of each triangle, relative to the town: 1 within it, falling off in the fields around, whose area is
+    many times larger than the town's."""
+    middle = town.corners[:, :, :2].mean(1)
+    edge = np.array(town.layout.half_size) / METRES_PER_UNIT + RIM / METRES_PER_UNIT
+    outside = np.linalg.norm(np.maximum(np.abs(middle) - edge, 0), axis=1).astype(np.float64)
+    return 1 / (1 + outside / _FALL_OFF) ** 2
 
 
 def _turn_z_to(normals: Array) -> Array:

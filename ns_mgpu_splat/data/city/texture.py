@@ -30,7 +30,7 @@ def _tables() -> tuple[Array, Array]:
     spectrum = np.where((r > 1 / 16) & (r < 1 / 0.8), safe**-1.2, 0.0)
     picture = np.fft.ifft2(spectrum * np.fft.fft2(rng.normal(size=r.shape))).real
     picture = np.clip(picture / (2.0 * picture.std()), -1, 1)
-    return picture.astype(np.float32), rng.random(65536, dtype=np.float32)
+    return np.ascontiguousarray(picture, np.float32), rng.random(65536, dtype=np.float32)
 
 
 def noise(x: Array, y: Array, seed: Array | float) -> Array:
