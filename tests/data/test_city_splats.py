@@ -130,3 +130,27 @@ def test_command_line_needs_no_open3d_for_splats_and_says_so_for_pictures(tmp_pa
     assert "libusb-1.0-0" in refused.stderr
     assert refused.stderr.strip().count("\n") == 0
     assert not (tmp_path / "c").exists()
+
+
+def test_splats_have_the_colours_of_the_pictures(town: Town) -> None:
+    """Two ways to the sun's shadow: the pictures' shadow rays, and the splats' height map."""
+    pytest.importorskip("open3d", reason="takes the pictures", exc_type=ImportError)
+    from ns_mgpu_splat.data.city.cameras import Lens, place_cameras
+    from ns_mgpu_splat.data.city.raycast import Renderer
+
+    renderer, lens = Renderer(town), Lens(320, 240)
+    c = sample_splats(town, 200_000)
+    for pose in (p.camera_to_world for p in place_cameras(town, 60)[::20]):
+        picture = renderer.render(pose, lens)
+        p = (c["means"] - pose[:3, 3]) @ pose[:3, :3]
+        z = np.maximum(-p[:, 2], 1e-6)
+        j = np.floor(p[:, 0] / z * lens.focal + lens.center[0]).astype(int)
+        i = np.floor(-p[:, 1] / z * lens.focal + lens.center[1]).astype(int)
+        rows = np.flatnonzero((p[:, 2] < -0.05) & (j >= 0) & (j < lens.width) & (i >= 0) & (i < lens.height))
+        i, j = i[rows], j[rows]
+        seen = picture.smooth[i, j] & (np.abs(picture.depth[i, j] / z[rows] - 1) < 0.01)
+        assert seen.sum() > 1000
+        color = c["sh0"][rows[seen]] * 0.28209479177387814 + 0.5
+        difference = np.abs(color - picture.rgb[i[seen], j[seen]] / 255).mean(-1)
+        assert np.median(difference) < 0.02
+        assert (difference < 0.1).mean() > 0.75
