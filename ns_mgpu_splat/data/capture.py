@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -216,15 +217,16 @@ def _read_transforms(path: Path) -> Capture:
         raise DatasetError(f'{path} has no list "frames". It must be a Nerfstudio transforms.json.')
     if not entries:
         raise DatasetError(f"{path} lists no frames: there are no images. Run `ns-process-data` again.")
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}
     frames: list[Frame] = []
     for number, entry in enumerate(entries):
         try:
             frames.append(_frame(number, entry, meta, root, path))
         except DatasetError as error:
-            problems += error.problems
+            for sentence in error.problems:  # one sentence for what all frames lack
+                problems.setdefault(re.sub(r"frame \d+ \(.*?\)", "", sentence), []).append(sentence)
     if problems:
-        raise DatasetError(list(dict.fromkeys(problems)), root)
+        raise DatasetError([_and_more(sentences) for sentences in problems.values()], root)
     for what in ("mask", "depth"):
         having = sum(getattr(f, what) is not None for f in frames)
         if 0 < having < len(frames):
@@ -278,6 +280,12 @@ def _read_transforms(path: Path) -> Capture:
         listed_split=split,
         seed_file=seed,
         seed_reconstruction=reconstruction,
+    )
+
+
+def _and_more(sentences: list[str]) -> str:
+    return sentences[0] + (
+        f" The same goes for {len(sentences) - 1:,} more frames." if len(sentences) > 1 else ""
     )
 
 

@@ -65,9 +65,9 @@ def probe(path: Path) -> ImageInfo:
     """Read the header of an image file. Raises ImageError."""
     with _open(path) as image:
         has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
-        orientation = (
-            image.getexif().get(kExifOrientation, 1) if image.format in ("JPEG", "TIFF", "PNG") else 1
-        )
+        # for PNG, getexif() decodes all pixels unless the chunk came first
+        has_exif = image.format in ("JPEG", "TIFF") or "exif" in image.info
+        orientation = image.getexif().get(kExifOrientation, 1) if has_exif else 1
         return ImageInfo(image.size, has_alpha, orientation if orientation in range(1, 9) else 1)
 
 

@@ -43,6 +43,7 @@ kColumnOf = {
     "opacities": "opacities",
 }
 kSsimWindow = 11
+kInvisible = -30.0  # a logit: an opacity far below the 1/255 that is drawn
 kLpipsWeights = "alexnet-owt-7be5be79.pth"
 
 
@@ -184,8 +185,8 @@ class MgpuSplatModel(SplatfactoModel):
             max_gaussians=config.max_gaussians,
             capacity=max(config.max_gaussians, 1),
         )
-        self.gauss_params = GaussParams()
-        self._adopt_table()
+        columns = self.table.named_columns()
+        self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})
         self.optimizer: Any = None
         self.strategy: Any = None
         self.camera_optimizer: CameraOptimizer = config.camera_optimizer.setup(
@@ -203,11 +204,7 @@ class MgpuSplatModel(SplatfactoModel):
         self._viewer_background = self.background_color
         self._lpips: _Lpips | None = None
         self._error_shown = ""
-
-    def _adopt_table(self) -> None:
-        """Make the table's columns the module's parameters."""
-        columns = self.table.named_columns()
-        self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})
+        self._crop_cache: tuple[tuple, Any] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MgpuSplatModel:
         return self  # the model stays on mgpu: see the module's text
@@ -377,17 +374,25 @@ class MgpuSplatModel(SplatfactoModel):
         )
 
     def _cropped(self, box: OrientedBox) -> Any:
-        """The table with everything outside of the box made transparent; shares the other columns."""
+        """A copy of the table with everything outside of the box made transparent; kept until box or step change."""
         from ns_mgpu_splat.splats.table import SplatTable
 
-        columns = {name: column.detach() for name, column in self.table.named_columns().items()}
-        rotation, center = box.R.to(self.device, torch.float32), box.T.to(self.device, torch.float32)
-        local = (columns["means"] - center) @ rotation
-        inside = (local.abs() <= box.S.to(self.device, torch.float32) / 2).all(dim=1)
-        columns["opacities"] = torch.where(
-            inside, columns["opacities"], torch.full_like(columns["opacities"], -30.0)
+        key = (
+            *(tensor.detach().cpu().numpy().tobytes() for tensor in (box.R, box.T, box.S)),
+            self.step,
+            self.num_points,
         )
-        return SplatTable.from_columns(**columns)
+        if self._crop_cache is None or self._crop_cache[0] != key:
+            columns: dict[str, Any] = {
+                name: column.detach() for name, column in self.table.named_columns().items()
+            }
+            rotation, center = box.R.to(self.device, torch.float32), box.T.to(self.device, torch.float32)
+            local = (columns["means"] - center) @ rotation
+            inside = (local.abs() <= box.S.to(self.device, torch.float32) / 2).all(dim=1)
+            opacities = columns["opacities"]
+            columns["opacities"] = torch.where(inside, opacities, torch.full_like(opacities, kInvisible))
+            self._crop_cache = (key, SplatTable.from_columns(**columns))
+        return self._crop_cache[1]
 
     def _nothing(self, width: int, height: int, background: Tensor) -> dict[str, Any]:
         rgb = background.expand(height, width, 3).clone()
@@ -515,14 +520,13 @@ class MgpuSplatModel(SplatfactoModel):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], **kwargs: Any) -> None:  # type: ignore[override]
-        """Load a checkpoint in place: the table's columns keep their identity and grow to the checkpoint's rows.
+        """Load a checkpoint in place: the table's columns keep their identity and get the checkpoint's rows.
 
         Args:
             state_dict: on the host. Checkpoints of splatfacto are accepted too.
-        Raises: CheckpointError if columns are missing, disagree, or hold fewer rows than a table being trained.
+        Raises: CheckpointError if columns are missing or disagree, or if the SH degree is another one.
         """
         from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
-        from ns_mgpu_splat.splats.table import SplatTable
 
         found = {}
         for name, column in kColumnOf.items():
@@ -549,19 +553,9 @@ class MgpuSplatModel(SplatfactoModel):
         if self.load_only:
             found = drop_bad_rows(found)
         rows = len(found["means"])
-        if rows < self.table.num_rows:
-            if self.optimizer is not None:
-                raise CheckpointError(
-                    f"The checkpoint has {rows:,} Gaussians, fewer than the {self.table.num_rows:,} being trained."
-                )
-            self.table = SplatTable.from_columns(**found, capacity=max(rows, self.config.max_gaussians, 1))
-            self._adopt_table()
-        else:
-            if rows > self.table.num_rows:
-                self.table.grow(rows)
-            with torch.no_grad():
-                for column, target in self.table.named_columns().items():
-                    target.copy_(found[column].reshape(target.shape))
+        if rows != self.table.num_rows:
+            self.table.resize(rows, capacity=max(rows, self.config.max_gaussians))
+        self.table.write_rows(0, {name: found[name] for name in kColumnOf.values()})
         if hasattr(self.camera_optimizer, "pose_adjustment"):
             poses = state_dict.get("camera_optimizer.pose_adjustment")
             if poses is not None and poses.shape == self.camera_optimizer.pose_adjustment.shape:

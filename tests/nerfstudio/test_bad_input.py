@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input ends with one clear sentence that names the file, before anything is compiled or trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scene
+import torch
+from PIL import Image
+
+from ns_mgpu_splat.nerfstudio import checkpoint, pipeline
+from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+
+
+def train(root: Path, output: Path, **changes: object) -> str:
+    """Start training as `ns-train` does and return what it prints when it refuses."""
+    from nerfstudio.scripts.train import train_loop
+
+    config = copy.deepcopy(mgpu_splat.config)
+    config.vis, config.output_dir = "tensorboard", output
+    config.pipeline.datamanager.data = root
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.set_timestamp()
+    with pytest.raises(SystemExit) as refused:
+        train_loop(0, 1, config)
+    assert isinstance(refused.value.code, str), "a text is printed and makes the exit code 1"
+    return refused.value.code
+
+
+@pytest.fixture
+def never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if the device is started: bad input must be refused before that."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the device was started in spite of bad input")
+
+    monkeypatch.setattr(pipeline, "start_device", fail)
+
+
+def edit(root: Path, change: Callable[[dict], None]) -> None:
+    file = root / "transforms.json"
+    meta = json.loads(file.read_text())
+    change(meta)
+    file.write_text(json.dumps(meta))
+
+
+def cut(path: Path, share: float = 0.5) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def set_pose(meta: dict, value: float) -> None:
+    meta["frames"][2]["transform_matrix"][0][3] = value
+
+
+def missing_image(root: Path) -> None:
+    (root / "images" / "view_001.png").unlink()
+
+
+def truncated_image(root: Path) -> None:
+    cut(root / "images" / "view_001.png")
+
+
+def text_image(root: Path) -> None:
+    (root / "images" / "view_001.png").write_text("<html>404</html>")
+
+
+def resized_image(root: Path) -> None:
+    Image.new("RGB", (32, 24)).save(root / "images" / "view_001.png")
+
+
+def nan_points(root: Path) -> None:
+    points, colors = scene.surface_points(50)
+    points[17] = np.nan
+    scene.write_ply(root / "sparse_pc.ply", points, colors)
+
+
+NERFSTUDIO = {
+    "missing image": (missing_image, ["images/view_001.png", "missing"]),
+    "truncated image": (truncated_image, ["images/view_001.png", "cut short"]),
+    "not an image": (text_image, ["images/view_001.png", "not a known image format"]),
+    "wrong size": (resized_image, ["images/view_001.png is 32x24", "64x48", "transforms.json"]),
+    "no frames": (lambda r: edit(r, lambda m: m["frames"].clear()), ["transforms.json", "no images"]),
+    "no frame list": (lambda r: edit(r, lambda m: m.pop("frames")), ["transforms.json", '"frames"']),
+    "NaN pose": (
+        lambda r: edit(r, lambda m: set_pose(m, float("nan"))),
+        ["transforms.json", "view_002.png", "NaN"],
+    ),
+    "no focal length": (lambda r: edit(r, lambda m: m.pop("fl_x")), ["transforms.json", "fl_x"]),
+    "unknown camera": (
+        lambda r: edit(r, lambda m: m.update(camera_model="FISHEYE624")),
+        ["transforms.json", "FISHEYE624", "not supported"],
+    ),
+    "cut transforms": (lambda r: cut(r / "transforms.json"), ["transforms.json", "no valid JSON"]),
+    "NaN point": (nan_points, ["sparse_pc.ply", "1 of 50 points", "17"]),
+    "cut cloud": (lambda r: cut(r / "sparse_pc.ply"), ["sparse_pc.ply", "cut short"]),
+    "lost cloud": (lambda r: (r / "sparse_pc.ply").unlink(), ["sparse_pc.ply", "missing"]),
+}
+
+
+def sparse(root: Path, name: str) -> Path:
+    return root / "sparse" / "0" / name
+
+
+def set_translation(root: Path) -> None:
+    file = sparse(root, "images.bin")
+    data = bytearray(file.read_bytes())
+    struct.pack_into("<d", data, 8 + 4 + 8 * 4, float("nan"))
+    file.write_bytes(bytes(data))
+
+
+def set_point(root: Path) -> None:
+    file = sparse(root, "points3D.bin")
+    data = bytearray(file.read_bytes())
+    struct.pack_into("<d", data, 8 + 8, float("inf"))
+    file.write_bytes(bytes(data))
+
+
+def set_model(root: Path, model: int) -> None:
+    file = sparse(root, "cameras.bin")
+    data = bytearray(file.read_bytes() + bytes(8))
+    struct.pack_into("<i", data, 12, model)
+    file.write_bytes(bytes(data))
+
+
+def empty_images(root: Path) -> None:
+    sparse(root, "images.bin").write_bytes(struct.pack("<Q", 0))
+
+
+def empty_cameras(root: Path) -> None:
+    sparse(root, "cameras.bin").write_bytes(struct.pack("<Q", 0))
+
+
+def lost_folder(root: Path) -> None:
+    (root / "images").rename(root / "photos")
+
+
+COLMAP = {
+    "missing image": (missing_image, ["images/view_001.png", "missing"]),
+    "cut cameras": (lambda r: cut(sparse(r, "cameras.bin")), ["cameras.bin", "cut short"]),
+    "cut images": (lambda r: cut(sparse(r, "images.bin")), ["images.bin", "cut short"]),
+    "cut points": (lambda r: cut(sparse(r, "points3D.bin")), ["points3D.bin", "cut short"]),
+    "cut points late": (lambda r: cut(sparse(r, "points3D.bin"), 0.99), ["points3D.bin", "cut short"]),
+    "NaN pose": (set_translation, ["images.bin", "view_000.png", "NaN"]),
+    "infinite point": (set_point, ["points3D.bin", "1 of 400 points"]),
+    "unsupported camera": (lambda r: set_model(r, 7), ["cameras.bin", "FOV", "not supported"]),
+    "unknown camera": (lambda r: set_model(r, 99), ["cameras.bin", "99"]),
+    "no images": (empty_images, ["images.bin", "no images"]),
+    "no cameras": (empty_cameras, ["cameras.bin", "no cameras"]),
+    "no images.bin": (lambda r: sparse(r, "images.bin").unlink(), ["sparse/0", "images.bin"]),
+    "no photographs": (lost_folder, ["images", "does not exist"]),
+}
+
+
+@pytest.mark.parametrize("case", NERFSTUDIO)
+@pytest.mark.usefixtures("never_starts")
+def test_bad_nerfstudio_folder_is_refused_with_the_files_name(tmp_path: Path, case: str) -> None:
+    spoil, words = NERFSTUDIO[case]
+    scene.write_nerfstudio(tmp_path / "data", images=4, points=50)
+    spoil(tmp_path / "data")
+    text = train(tmp_path / "data", tmp_path / "out")
+    for word in words:
+        assert word in text
+    assert "\n" not in text, "one sentence for one problem"
+    assert not list((tmp_path / "out").rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("case", COLMAP)
+@pytest.mark.usefixtures("never_starts")
+def test_bad_colmap_folder_is_refused_with_the_files_name(tmp_path: Path, case: str) -> None:
+    spoil, words = COLMAP[case]
+    scene.write_colmap(tmp_path / "data", images=4)
+    spoil(tmp_path / "data")
+    text = train(tmp_path / "data", tmp_path / "out")
+    for word in words:
+        assert word in text
+    assert "\n" not in text, "one sentence for one problem"
+
+
+@pytest.mark.usefixtures("never_starts")
+def test_folders_without_a_capture_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "photos" / "a.png")
+    assert "empty is an empty folder" in train(tmp_path / "empty", tmp_path)
+    assert "no cameras" in train(tmp_path / "photos", tmp_path)
+    assert "nowhere does not exist" in train(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.usefixtures("never_starts")
+def test_all_bad_images_are_listed_not_just_the_first(tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path / "data", images=6, points=50)
+    spoiled = ["view_001.png", "view_003.png", "view_004.png"]
+    missing_image(tmp_path / "data")
+    cut(tmp_path / "data" / "images" / spoiled[1])
+    Image.new("RGB", (32, 24)).save(tmp_path / "data" / "images" / spoiled[2])
+    text = train(tmp_path / "data", tmp_path / "out")
+    assert text.splitlines()[0].startswith("mgpu-splat: 3 problems")
+    for line, name in zip(text.splitlines()[1:], spoiled, strict=True):
+        assert name in line
+
+
+@pytest.mark.usefixtures("never_starts")
+@pytest.mark.parametrize("older", [True, False])
+def test_checkpoint_cut_short_is_refused_and_an_older_whole_one_is_named(tmp_path: Path, older: bool) -> None:
+    folder = tmp_path / "nerfstudio_models"
+    state = {"pipeline": {"a": torch.zeros(1000)}}
+    if older:
+        checkpoint.save(state | {"step": 9}, folder, 9, True)
+    newest = checkpoint.save(state | {"step": 19}, folder, 19, True)
+    cut(newest)
+    text = train(tmp_path, tmp_path / "out", load_dir=folder)
+    assert str(newest) in text
+    assert "cut short" in text
+    assert ("step-000000009.ckpt" in text) == older
+
+
+@pytest.mark.usefixtures("never_starts")
+def test_missing_checkpoints_are_refused_with_a_hint(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "nerfstudio_models"
+    checkpoint.save({"pipeline": {}, "step": 9}, folder, 9, True)
+    assert f"Did you mean {folder}?" in train(tmp_path, tmp_path / "out", load_dir=folder.parent)
+    assert "does not exist" in train(tmp_path, tmp_path / "out", load_checkpoint=tmp_path / "no.ckpt")
+    assert "but of 9" in train(tmp_path, tmp_path / "out", load_dir=folder, load_step=7)
+
+
+def test_skipping_bad_images_leaves_them_out_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanagerConfig
+
+    scene.write_nerfstudio(tmp_path, images=5)
+    missing_image(tmp_path)
+    config = MgpuSplatDatamanagerConfig(data=tmp_path)
+    config.dataparser.on_bad_image = "skip"
+    manager = config.setup(device="cpu")
+    assert len(manager.train_dataset) + len(manager.eval_dataset) == 4
+    assert "view_001.png" in capsys.readouterr().out
+
+
+def test_command_line_ends_with_code_1_and_the_sentence(run_tool: Callable, tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path / "with space", images=3)
+    missing_image(tmp_path / "with space")
+    done = run_tool("ns-train", "mgpu-splat", "--data", tmp_path / "with space", check=False)
+    assert done.returncode == 1
+    assert "images/view_001.png is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_several_processes_are_refused_and_MGPU_DEVICES_named(run_tool: Callable, tmp_path: Path) -> None:
+    done = run_tool("ns-train", "mgpu-splat", "--data", tmp_path, "--machine.num-devices", 2, check=False)
+    assert done.returncode != 0
+    assert "MGPU_DEVICES" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading captures: poses, cameras, splits, seed points. Oracles: Nerfstudio's own parsers, and the scene's definition."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scene
+import torch
+from PIL import Image
+
+from ns_mgpu_splat.data import capture as captures
+from ns_mgpu_splat.data import colmap
+from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
+
+
+def parse(root: Path, split: str = "train", **changes):
+    parser = MgpuSplatDataParserConfig(data=root, **changes).setup()
+    parser.level = "sizes"
+    return parser.get_dataparser_outputs(split)
+
+
+def by_name(outputs) -> dict[str, torch.Tensor]:
+    return {p.name: c for p, c in zip(outputs.image_filenames, outputs.cameras.camera_to_worlds, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["brighton_small", "banana_small"])
+def test_colmap_folder_gives_the_cameras_and_points_of_nerfstudios_parser(
+    shared_data: Path, name: str
+) -> None:
+    from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+
+    root = shared_data / name
+    ours = parse(root)
+    theirs = (
+        ColmapDataParserConfig(data=root, colmap_path=Path("sparse/0"), downscale_factor=1)
+        .setup()
+        .get_dataparser_outputs("train")
+    )
+    expected = by_name(theirs)
+    for file, pose in by_name(ours).items():
+        if file in expected:  # theirs counts every 8th by COLMAP's image number, ours by name
+            assert torch.allclose(pose, expected[file], atol=1e-5), file  # float32 poses of size 1
+    assert torch.allclose(ours.dataparser_transform, theirs.dataparser_transform, atol=1e-4)
+    assert ours.dataparser_scale == pytest.approx(theirs.dataparser_scale, rel=1e-5)
+    ordered = [p.sort(dim=0).values for p in (ours.metadata["points3D_xyz"], theirs.metadata["points3D_xyz"])]
+    assert torch.allclose(*ordered, atol=1e-4)
+
+
+def test_nerfstudio_folder_gives_the_cameras_of_nerfstudios_parser(nerfstudio_folder: scene.Scene) -> None:
+    from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+
+    ours = parse(nerfstudio_folder.root)
+    theirs = (
+        NerfstudioDataParserConfig(data=nerfstudio_folder.root, downscale_factor=1)
+        .setup()
+        .get_dataparser_outputs("train")
+    )
+    expected = by_name(theirs)
+    assert set(by_name(ours)) == set(expected)
+    for file, pose in by_name(ours).items():
+        assert torch.allclose(pose, expected[file], atol=1e-5), file
+    assert torch.equal(ours.cameras.fx, theirs.cameras.fx)
+    assert torch.equal(ours.cameras.cx, theirs.cameras.cx)
+
+
+@pytest.mark.parametrize("kind", ["binary", "text"])
+def test_colmap_folder_of_the_scene_has_its_poses_and_colours(tmp_path: Path, kind: str) -> None:
+    made = scene.write_colmap(tmp_path / "with space", images=5, binary=kind == "binary")
+    read = captures.read_capture(made.root)
+    assert [f.name for f in read.frames] == made.names
+    turn = np.vstack([captures.kWorldFromColmap, [0, 0, 0, 1]])
+    for frame, pose in zip(read.frames, made.poses, strict=True):
+        assert np.allclose(frame.camera_to_world, turn @ pose, atol=1e-9)
+        assert (frame.fx, frame.cx, frame.width) == (made.focal, made.width / 2, made.width)
+    points = read.read_points()
+    assert points is not None
+    expected, colors = scene.surface_points(400)
+    assert np.allclose(points[0], expected @ turn[:3, :3].T, atol=1e-6)
+    assert np.array_equal(points[1], colors)
+
+
+def test_text_image_without_observations_at_the_end_of_the_file_is_read(tmp_path: Path) -> None:
+    made = scene.write_colmap(tmp_path, images=2, binary=False)
+    file = tmp_path / "sparse" / "0" / "images.txt"
+    file.write_text(file.read_text().rstrip("\n").rsplit("\n", 1)[0] + "\n")
+    assert len(colmap.read_images(file.parent)[0]) == len(made.names)
+
+
+def test_colmap_folder_holds_out_every_eighth_image_by_name(shared_data: Path) -> None:
+    root = shared_data / "caliterra_aerial"
+    held = [p.name for p in parse(root, "test").image_filenames]
+    names = sorted(p.name for p in (root / "images").iterdir())
+    assert held == names[::8]
+    assert sorted(held + [p.name for p in parse(root).image_filenames]) == names
+
+
+def test_lists_in_the_file_decide_the_split(tmp_path: Path) -> None:
+    made = scene.write_nerfstudio(tmp_path, images=6)
+    file = tmp_path / "transforms.json"
+    meta = json.loads(file.read_text())
+    meta["train_filenames"] = [f"images/{n}" for n in made.names[:4]]
+    meta["test_filenames"] = [f"images/{n}" for n in made.names[4:]]
+    file.write_text(json.dumps(meta))
+    assert [p.name for p in parse(tmp_path).image_filenames] == made.names[:4]
+    assert [p.name for p in parse(tmp_path, "test").image_filenames] == made.names[4:]
+    assert [p.name for p in parse(tmp_path, "val").image_filenames] == made.names[4:]
+
+
+@pytest.mark.parametrize("size", [(64, 48), (63, 47)])
+def test_downscaled_cameras_see_the_same_field_of_view(tmp_path: Path, size: tuple[int, int]) -> None:
+    scene.write_nerfstudio(tmp_path, images=2, width=size[0], height=size[1])
+    full, half = parse(tmp_path).cameras, parse(tmp_path, downscale_factor=2).cameras
+    assert (half.width[0], half.height[0]) == (size[0] // 2, size[1] // 2)
+    for width, focal in (("width", "fx"), ("height", "fy")):
+        view = [float(getattr(c, width)[0] / getattr(c, focal)[0]) for c in (full, half)]
+        assert view[0] == pytest.approx(view[1], rel=1e-6)
+    assert not (tmp_path / "images_2").exists()
+
+
+def test_georeferenced_poses_keep_their_millimetres(tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path, images=6)
+    near = parse(tmp_path)
+    file = tmp_path / "transforms.json"
+    meta = json.loads(file.read_text())
+    for frame in meta["frames"]:
+        matrix = np.array(frame["transform_matrix"])
+        matrix[:3, 3] += [500_000.0, 4_500_000.0, 200.0]  # UTM; float32 keeps half a metre there
+        frame["transform_matrix"] = matrix.tolist()
+    del meta["ply_file_path"]
+    (tmp_path / "sparse_pc.ply").unlink()
+    file.write_text(json.dumps(meta))
+    far = parse(tmp_path)
+    assert torch.allclose(near.cameras.camera_to_worlds, far.cameras.camera_to_worlds, atol=1e-5)
+
+
+def test_one_image_is_trained_on_and_none_held_out(tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path, images=1)
+    assert len(parse(tmp_path).image_filenames) == 1
+    assert len(parse(tmp_path, "test").image_filenames) == 0
+    assert parse(tmp_path).dataparser_scale > 0
+
+
+def test_capture_without_points_starts_inside_what_the_cameras_see(tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path, points=None, images=4)
+    outputs = parse(tmp_path, num_random_points=2000)
+    points = outputs.metadata["points3D_xyz"]
+    assert points.shape == (2000, 3)
+    seen = torch.zeros(len(points), dtype=torch.bool)
+    cameras = outputs.cameras
+    for i in range(len(cameras)):
+        pose = cameras.camera_to_worlds[i]
+        local = (points - pose[:, 3]) @ pose[:, :3]
+        x = cameras.fx[i] * local[:, 0] / -local[:, 2] + cameras.cx[i]
+        y = -cameras.fy[i] * local[:, 1] / -local[:, 2] + cameras.cy[i]
+        seen |= (
+            (local[:, 2] < 0)
+            & (x >= -0.01)
+            & (x <= cameras.width[i] + 0.01)
+            & (y >= -0.01)
+            & (y <= cameras.height[i] + 0.01)
+        )
+    assert bool(seen.all())
+
+
+def test_empty_cloud_counts_as_no_points(tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path, points=0, images=3)
+    assert len(parse(tmp_path, num_random_points=77).metadata["points3D_xyz"]) == 77
+
+
+def test_distorted_camera_becomes_a_pinhole_whose_image_fits(tmp_path: Path) -> None:
+    """Oracle: the scene photographed by a lens model of our own, then undistorted, equals a pinhole photograph."""
+    made = scene.write_nerfstudio(tmp_path, images=1, width=96, height=72)
+    k1, k2 = 0.08, -0.02
+    x, y = np.meshgrid(np.arange(96) + 0.5, np.arange(72) + 0.5)
+    u, v = (x - 48) / made.focal, (y - 36) / made.focal
+    undistorted = np.stack([u, v], axis=-1)
+    for _ in range(50):  # fixed-point inverse of the Brown model
+        r2 = (undistorted**2).sum(axis=-1, keepdims=True)
+        undistorted = np.stack([u, v], axis=-1) / (1 + k1 * r2 + k2 * r2**2)
+    local = np.concatenate([undistorted[..., :1], -undistorted[..., 1:], -np.ones((72, 96, 1))], axis=-1)
+    rays = local.reshape(-1, 3) @ made.poses[0][:3, :3].T
+    rays /= np.linalg.norm(rays, axis=1, keepdims=True)
+    colors = scene.cast(np.broadcast_to(made.poses[0][:3, 3], rays.shape), rays)
+    Image.fromarray(colors.reshape(72, 96, 3).astype(np.uint8)).save(tmp_path / "images" / made.names[0])
+    file = tmp_path / "transforms.json"
+    meta = json.loads(file.read_text()) | {"k1": k1, "k2": k2}
+    file.write_text(json.dumps(meta))
+    outputs = parse(tmp_path)
+    camera = outputs.cameras[0]
+    image, _ = outputs.metadata["sources"][0].read()
+    assert image.shape == (72, 96, 3)
+    px, py = np.meshgrid(np.arange(96) + 0.5, np.arange(72) + 0.5)
+    rays = (
+        np.stack(
+            [
+                (px - float(camera.cx)) / float(camera.fx),
+                -(py - float(camera.cy)) / float(camera.fy),
+                -np.ones_like(px),
+            ],
+            axis=-1,
+        ).reshape(-1, 3)
+        @ made.poses[0][:3, :3].T
+    )
+    rays /= np.linalg.norm(rays, axis=1, keepdims=True)
+    expected = scene.cast(np.broadcast_to(made.poses[0][:3, 3], rays.shape), rays).reshape(72, 96, 3)
+    off = np.abs(image.astype(float) - expected).max(axis=-1)
+    assert np.quantile(off, 0.8) < 3, "interpolation blurs edges only"
+    shifted = np.abs(np.roll(image, 1, axis=1).astype(float) - expected).max(axis=-1)
+    assert off.mean() < 0.6 * shifted.mean(), "half a pixel off would be as bad as this"
+
+
+def test_capture_is_found_without_a_flag(tmp_path: Path) -> None:
+    made = scene.write_colmap(tmp_path / "a", images=2)
+    assert captures.read_capture(made.root).layout == "colmap"
+    flat = tmp_path / "b"
+    shutil.copytree(made.root / "images", flat / "images")
+    shutil.copytree(made.root / "sparse" / "0", flat / "sparse")
+    assert captures.read_capture(flat).layout == "colmap"
+    both = scene.write_nerfstudio(tmp_path / "a", images=2)
+    assert captures.read_capture(both.root).layout == "nerfstudio"
+    assert captures.read_capture(both.root, colmap_path=Path("sparse/0")).layout == "colmap"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point is light, every option explains itself, rates are plain floats, the image order needs no state."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from tyro._docstrings import get_field_docstring
+
+from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+from ns_mgpu_splat.nerfstudio.datamanager import epoch_order
+from ns_mgpu_splat.nerfstudio.schedule import DecayConfig
+
+
+def test_importing_the_entry_point_loads_nothing_native_and_no_table_of_methods() -> None:
+    program = (
+        "import sys, torch\n"
+        "from ns_mgpu_splat.nerfstudio.config import mgpu_splat\n"
+        "bad = [m for m in sys.modules if m in ('nerfstudio.configs.method_configs', 'nerfstudio.scripts.exporter')\n"
+        "       or m.startswith('ns_mgpu_splat.splats') or m.endswith('._mgpu') or m == '_mgpu']\n"
+        "assert not bad, bad\n"
+        "assert torch.utils.backend_registration._privateuse1_backend_name == 'privateuseone'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_method_is_registered_under_its_name() -> None:
+    from nerfstudio.plugins.registry import discover_methods
+
+    methods, _ = discover_methods()
+    assert methods["mgpu-splat"].method_name == "mgpu-splat"
+    assert mgpu_splat.description
+
+
+def test_every_shown_option_has_a_text_of_its_own() -> None:
+    texts: dict[str, str] = {}
+
+    def visit(config: object) -> None:
+        cls = type(config)
+        hints = get_type_hints(cls, include_extras=True)
+        for field in dataclasses.fields(cls):
+            suppressed = tyro.conf.Suppress in getattr(hints[field.name], "__metadata__", ()) or any(
+                "Suppress" in repr(m) for m in getattr(hints[field.name], "__metadata__", ())
+            )
+            owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+            value = getattr(config, field.name)
+            if field.name.startswith("_") or suppressed:
+                continue
+            if owner.__module__.startswith("ns_mgpu_splat"):
+                text = get_field_docstring(cls, field.name, ())
+                where = f"{owner.__name__}.{field.name}"
+                assert text, f"{where} has no help text"
+                assert len(text.split()) >= 2, where
+                assert texts.setdefault(text, where) == where, f"{where} repeats the text of {texts[text]}"
+            if dataclasses.is_dataclass(value) and type(value).__module__.startswith("ns_mgpu_splat"):
+                visit(value)
+
+    visit(mgpu_splat.config)
+    visit(mgpu_splat.config.optimizers["means"]["optimizer"])
+    visit(mgpu_splat.config.optimizers["means"]["scheduler"])
+    assert len(texts) > 50
+
+
+def test_rates_decay_from_first_to_last_and_are_python_floats() -> None:
+    decay = DecayConfig(lr_final=1e-6, warmup_steps=0)
+    assert decay.rate(0, 1e-4, 100) == pytest.approx(1e-4)
+    assert decay.rate(50, 1e-4, 100) == pytest.approx(1e-5)
+    assert decay.rate(100, 1e-4, 100) == pytest.approx(1e-6)
+    assert decay.rate(1000, 1e-4, 100) == pytest.approx(1e-6)
+    assert DecayConfig(lr_final=1e-6, warmup_steps=10).rate(0, 1e-4, 100) == 0
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler = DecayConfig(lr_final=1e-5).setup().get_scheduler(optimizer, 1e-3, schedule_steps=10)
+    optimizer.step()
+    scheduler.step()
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+def test_each_epoch_sees_every_image_once_in_another_order() -> None:
+    orders = [epoch_order(42, epoch, 20) for epoch in range(3)]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(20))
+    assert not np.array_equal(orders[0], orders[1])
+    assert np.array_equal(orders[1], epoch_order(42, 1, 20))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_gaussians", 0), ("sh_degree", 4), ("ssim_lambda", 1.5), ("grow_factor", 0.9)],
+)
+def test_impossible_options_are_refused_with_their_name(option: str, value: float) -> None:
+    from ns_mgpu_splat.nerfstudio.model import MgpuSplatModelConfig
+
+    with pytest.raises(SystemExit, match=option.replace("_", "-")):
+        MgpuSplatModelConfig(**{option: value})
