@@ -113,6 +113,7 @@ struct Block {
   std::unique_ptr<Arena> arena;  // null: cut from the slabs of `slab_shard`
   int slab_shard = 0;
   bool growable = false;
+  int64_t capacity = 0;  // bytes that it may grow to
   std::unique_ptr<RowSplit> split;
 };
 
@@ -182,6 +183,7 @@ class Pool {
     block.owner = kSplit;
     block.tensor = true;
     block.growable = true;
+    block.capacity = capacity;
     block.arena = with_retry([&] {
       auto arena = std::make_unique<Arena>(std::max<int64_t>(1, pages_for(capacity)));
       arena->grow_to(pages, [&](int64_t page) { return equal_page_shard(page, pages); });
@@ -202,9 +204,9 @@ class Pool {
     Block& block = found->second;
     Arena& arena = *block.arena;
     const int64_t pages = pages_for(bytes);
-    if (pages > arena.reserved_pages())
-      throw std::invalid_argument(std::to_string(bytes) + " bytes are more than the reserved capacity of " +
-                                  std::to_string(arena.reserved_pages() * kPageBytes) + " bytes");
+    if (bytes > block.capacity)
+      throw std::invalid_argument(std::to_string(bytes) + " bytes are more than its capacity of " +
+                                  std::to_string(block.capacity) + " bytes");
     count(block, -1);
     const auto least_loaded = [&](int64_t) {
       std::vector<int64_t> load(static_cast<size_t>(mesh().size()));
@@ -254,8 +256,7 @@ class Pool {
     auto found = around(address);
     if (found == live_.end()) return {};
     const Block& block = found->second;
-    return {found->first, block.used, block.growable ? block.arena->reserved_pages() * kPageBytes : 0,
-            block.arena != nullptr, (found->first - arena_at(found->first, block).base()) / kPageBytes};
+    return {found->first, block.used, block.growable ? block.capacity : 0, block.arena != nullptr};
   }
 
   template <typename F>

@@ -50,7 +50,6 @@ struct BlockInfo {
   int64_t bytes = 0;       // in use
   int64_t capacity = 0;    // reserved; 0 if it cannot grow
   bool own_arena = false;  // false: a slab, its pages are shared with other blocks
-  int64_t first_page = 0;  // of the block, in its arena
 };
 BlockInfo find_block(const void* address);
 

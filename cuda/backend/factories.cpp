@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// factories.cpp: empty tensors in aggregate memory; every other factory (zeros, full, rand, ...) is made of
+// these.
+#include "backend/operators.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/resize_native.h>
+
+#include "backend/allocator.h"
+#include "backend/device.h"
+
+namespace mgpu::ops {
+
+namespace {
+
+void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
+  TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided,
+              "Device mgpu has strided tensors only, and got layout ", c10::layout_or_default(layout),
+              ". Make the tensor on the CPU, or dense.");
+  TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned.");
+}
+
+}  // namespace
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                 std::optional<c10::Layout> layout, std::optional<c10::Device> /*device*/,
+                 std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> memory_format) {
+  check_options(layout, pin_memory);
+  return at::detail::empty_generic(size, mgpu_allocator(), c10::DispatchKeySet(kDeviceKey),
+                                   c10::dtype_or_default(dtype), memory_format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                         std::optional<c10::Layout> layout, std::optional<c10::Device> /*device*/,
+                         std::optional<bool> pin_memory) {
+  check_options(layout, pin_memory);
+  return at::detail::empty_strided_generic(size, stride, mgpu_allocator(), c10::DispatchKeySet(kDeviceKey),
+                                           c10::dtype_or_default(dtype));
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size,
+                         std::optional<c10::MemoryFormat> memory_format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), memory_format);
+}
+
+}  // namespace mgpu::ops

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/growth.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
+
+#include <limits>
+#include <numeric>
+
+#include "backend/alias.h"
+#include "memory/page.h"
+#include "memory/pool.h"
+#include "memory/provider.h"
+#include "mesh/mesh.h"
+
+namespace mgpu {
+
+namespace {
+
+void drop_block(void* data) { free_block(data); }
+
+// Run pool code, with its exceptions as torch's, after "what".
+template <typename F>
+auto with_torch_errors(const std::string& what, F work) {
+  try {
+    return work();
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, what, ": ", error.what(), ".");
+  }
+}
+
+int64_t row_bytes_of(c10::IntArrayRef shape, size_t item) {
+  int64_t bytes = static_cast<int64_t>(item);
+  for (size_t i = 1; i < shape.size(); ++i)
+    TORCH_CHECK_VALUE(!__builtin_mul_overflow(bytes, shape[i], &bytes), "A row of shape ", shape,
+                      " is too large.");
+  return bytes;
+}
+
+// First byte, and the one after the last, of a tensor's elements.
+std::pair<const char*, const char*> byte_range(const at::Tensor& tensor) {
+  const char* begin = static_cast<const char*>(tensor.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.dtype().itemsize())};
+}
+
+void check_mgpu(const at::Tensor& tensor, const char* function) {
+  TORCH_CHECK_VALUE(is_mgpu(tensor), "torch.mgpu.", function,
+                    " needs a tensor on device mgpu, and got one on ", tensor.device(), ".");
+}
+
+std::vector<int64_t> chosen_pages(const std::optional<std::vector<int64_t>>& pages, size_t count) {
+  if (pages) return *pages;
+  std::vector<int64_t> all(count);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+}  // namespace
+
+at::Tensor reserve(const std::vector<int64_t>& shape, int64_t capacity_rows, c10::ScalarType dtype) {
+  TORCH_CHECK_VALUE(!shape.empty(),
+                    "torch.mgpu.reserve needs a shape with at least one dimension: its rows.");
+  for (int64_t size : shape)
+    TORCH_CHECK_VALUE(size >= 0, "torch.mgpu.reserve got the negative size ", size, ".");
+  TORCH_CHECK_VALUE(capacity_rows >= shape[0], "torch.mgpu.reserve got a capacity of ", capacity_rows,
+                    " rows for a tensor that starts with ", shape[0], "; give capacity_rows >= shape[0].");
+  const int64_t row_bytes = row_bytes_of(shape, c10::elementSize(dtype));
+  int64_t capacity = 0;
+  TORCH_CHECK_VALUE(!__builtin_mul_overflow(row_bytes, capacity_rows, &capacity), "A capacity of ",
+                    capacity_rows, " rows of ", row_bytes, " bytes is too large.");
+  const int64_t bytes = shape[0] * row_bytes;
+  void* data = with_torch_errors("torch.mgpu.reserve", [&] { return reserve_tensor(bytes, capacity); });
+  c10::Storage storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(bytes),
+      c10::DataPtr(data, data, &drop_block, mgpu_device()), mgpu_allocator(), /*resizable=*/true);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(kDeviceKey),
+                                                   c10::scalarTypeToTypeMeta(dtype));
+  impl->set_sizes_contiguous(shape);
+  return at::Tensor(std::move(impl));
+}
+
+void grow(const at::Tensor& tensor, int64_t rows) {
+  check_mgpu(tensor, "grow");
+  TORCH_CHECK(
+      tensor.dim() >= 1 && tensor.is_contiguous() && tensor.storage_offset() == 0 &&
+          static_cast<size_t>(tensor.numel()) * tensor.dtype().itemsize() == tensor.storage().nbytes(),
+      "torch.mgpu.grow needs the whole tensor that torch.mgpu.reserve made, and got a view of a part of it, "
+      "of shape ",
+      tensor.sizes(), ".");
+  TORCH_CHECK(!tensor.grad_fn(),
+              "torch.mgpu.grow needs a tensor outside of any graph, and this one was made by an operator "
+              "with gradient. "
+              "Grow between steps, and detach() first.");
+  TORCH_CHECK(!tensor.grad().defined(), "torch.mgpu.grow: the tensor still has a .grad of its old size, ",
+              tensor.grad().sizes(), ". Set .grad to None first.");
+  const BlockInfo block = find_block(tensor.const_data_ptr());
+  TORCH_CHECK(block.base == tensor.const_data_ptr() && block.base != nullptr &&
+                  (block.capacity > 0 || block.bytes == 0),
+              "torch.mgpu.grow: this tensor was not made by torch.mgpu.reserve(), so it has no room to grow "
+              "in place.");
+  TORCH_CHECK(tensor.storage().use_count() == 1, "torch.mgpu.grow: ", tensor.storage().use_count(),
+              " tensors (or storages) share this memory. Growing one would leave the others at their old "
+              "size: drop the "
+              "views first.");
+  TORCH_CHECK(rows >= tensor.size(0), "torch.mgpu.grow: the tensor has ", tensor.size(0),
+              " rows and was asked for ", rows, " in total; it can only grow.");
+  const int64_t row_bytes = row_bytes_of(tensor.sizes(), tensor.dtype().itemsize());
+  TORCH_CHECK(row_bytes == 0 || rows <= block.capacity / row_bytes, "torch.mgpu.grow: ", rows,
+              " rows do not fit the reserved capacity of ", row_bytes ? block.capacity / row_bytes : 0,
+              " rows. Reserve more, or make a new tensor and copy.");
+  with_torch_errors("torch.mgpu.grow", [&] { grow_block(block.base, rows * row_bytes); });
+  tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(rows * row_bytes));
+  std::vector<int64_t> shape = tensor.sizes().vec();
+  shape[0] = rows;
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  // a graph that saved the old tensor must not use it
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+at::Tensor placement(const at::Tensor& tensor) {
+  check_mgpu(tensor, "placement");
+  std::vector<int16_t> places;
+  if (tensor.numel() > 0) {
+    const auto [begin, end] = byte_range(tensor);
+    places = with_torch_errors("torch.mgpu.placement", [&] { return page_places(begin, end); });
+  }
+  at::Tensor out = at::empty({static_cast<int64_t>(places.size())}, at::TensorOptions().dtype(at::kShort));
+  std::copy(places.begin(), places.end(), out.mutable_data_ptr<int16_t>());
+  return out;
+}
+
+void place(const at::Tensor& tensor, const std::vector<int64_t>& shards) {
+  check_mgpu(tensor, "place");
+  const int64_t pages = placement(tensor).numel();
+  TORCH_CHECK_VALUE(static_cast<int64_t>(shards.size()) == pages, "torch.mgpu.place got ", shards.size(),
+                    " shards for a tensor of ", pages, " pages of 2 MiB; give one for each page.");
+  std::vector<int16_t> places;
+  for (int64_t shard : shards) {
+    TORCH_CHECK_VALUE(shard >= kHostPage && shard < mesh().size(), "torch.mgpu.place got shard ", shard,
+                      "; this mesh has shards 0 to ", mesh().size() - 1, ", and -1 means host memory.");
+    places.push_back(static_cast<int16_t>(shard));
+  }
+  if (pages == 0) return;
+  with_torch_errors("torch.mgpu.place", [&] {
+    move_pages(byte_range(tensor).first, chosen_pages(std::nullopt, shards.size()), places);
+  });
+}
+
+void to_host(const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& pages) {
+  check_mgpu(tensor, "to_host");
+  if (tensor.numel() == 0) return;
+  const std::vector<int64_t> chosen = chosen_pages(pages, static_cast<size_t>(placement(tensor).numel()));
+  with_torch_errors("torch.mgpu.to_host", [&] {
+    move_pages(byte_range(tensor).first, chosen, std::vector<int16_t>(chosen.size(), kHostPage));
+  });
+}
+
+void to_device(const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& pages) {
+  check_mgpu(tensor, "to_device");
+  if (tensor.numel() == 0) return;
+  const auto [begin, end] = byte_range(tensor);
+  with_torch_errors("torch.mgpu.to_device", [&, begin = begin, end = end] {
+    const std::vector<int16_t> shards = page_shards(begin, end);
+    const std::vector<int64_t> chosen = chosen_pages(pages, shards.size());
+    std::vector<int16_t> places;
+    for (int64_t page : chosen)
+      places.push_back(
+          page >= 0 && page < static_cast<int64_t>(shards.size()) ? shards[static_cast<size_t>(page)] : 0);
+    move_pages(begin, chosen, places);  // refuses pages that do not exist
+  });
+}
+
+}  // namespace mgpu

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/op_table.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "backend/device.h"
+
+namespace mgpu {
+
+namespace {
+
+bool starts_with(const std::string& text, const char* head) { return text.rfind(head, 0) == 0; }
+
+// Operators that torch itself calls with CPU tensors beside device tensors: indices, and lists that hold step
+// counts. Operators of other libraries decide for themselves.
+bool may_take_cpu_tensors(const std::string& name) {
+  static const std::unordered_set<std::string> index = {"aten::index", "aten::index_put_",
+                                                        "aten::_index_put_impl_", "aten::_unsafe_index",
+                                                        "aten::_unsafe_index_put"};
+  return index.count(name) || starts_with(name, "aten::_fused_") || starts_with(name, "aten::_foreach_") ||
+         starts_with(name, "aten::_amp") || !starts_with(name, "aten::");
+}
+
+// Row-wise operators: along `dim` each row is reduced, scanned or normalised by itself.
+const std::unordered_set<std::string>& row_wise_operators() {
+  static const std::unordered_set<std::string> names = {
+      "aten::sum.dim_IntList", "aten::mean.dim",       "aten::amax",         "aten::amin",
+      "aten::any.dim",         "aten::all.dim",        "aten::prod.dim_int", "aten::max.dim",
+      "aten::min.dim",         "aten::argmax",         "aten::argmin",       "aten::linalg_vector_norm",
+      "aten::var.correction",  "aten::std.correction", "aten::_softmax",     "aten::_log_softmax",
+      "aten::cumsum",          "aten::cumprod",        "aten::logsumexp"};
+  return names;
+}
+
+const std::unordered_set<std::string>& full_reductions() {
+  static const std::unordered_set<std::string> names = {"aten::sum", "aten::mean", "aten::max", "aten::min",
+                                                        "aten::any", "aten::all",  "aten::prod"};
+  return names;
+}
+
+bool is_tensor_list(const c10::Argument& argument) {
+  return argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
+}
+
+// Lists whose results are not of their operands' shape.
+bool is_foreach_reduction(const std::string& name) {
+  return starts_with(name, "aten::_foreach_norm") || starts_with(name, "aten::_foreach_max") ||
+         starts_with(name, "aten::_foreach_powsum");
+}
+
+// add.Tensor -> add.out: the overload that takes the same arguments and, last, one output.
+std::optional<c10::OperatorHandle> find_out_overload(const c10::OperatorHandle& handle) {
+  static const auto* overloads = [] {
+    auto* by_name = new std::unordered_multimap<std::string, c10::OperatorName>;
+    for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames())
+      by_name->emplace(name.name, name);
+    return by_name;
+  }();
+  const auto& wanted = handle.schema().arguments();
+  auto [first, last] = overloads->equal_range(handle.operator_name().name);
+  for (auto at = first; at != last; ++at) {
+    auto candidate = c10::Dispatcher::singleton().findSchema(at->second);
+    if (!candidate) continue;
+    const auto& arguments = candidate->schema().arguments();
+    if (arguments.size() != wanted.size() + 1) continue;
+    const auto* alias = arguments.back().alias_info();
+    if (!alias || !alias->isWrite()) continue;
+    bool same = true;
+    for (size_t i = 0; i < wanted.size() && same; ++i)
+      same = *arguments[i].type() == *wanted[i].type() && !arguments[i].alias_info();
+    if (same) return candidate;
+  }
+  return std::nullopt;
+}
+
+Cut cut_of(const c10::OperatorHandle& handle, const Operator& entry) {
+  const auto& schema = handle.schema();
+  if (handle.hasTag(at::Tag::nondeterministic_seeded)) return Cut::kNone;
+  const bool has_lists = std::any_of(schema.arguments().begin(), schema.arguments().end(), is_tensor_list);
+  if (has_lists) {
+    const std::string& name = schema.name();
+    const bool fused = starts_with(name, "aten::_fused_adam") || starts_with(name, "aten::_fused_sgd") ||
+                       starts_with(name, "aten::_fused_adagrad");
+    const bool foreach = starts_with(name, "aten::_foreach_") && !is_foreach_reduction(name);
+    if ((fused && name.back() == '_') || foreach) return Cut::kForeach;
+    return Cut::kNone;
+  }
+  if (row_wise_operators().count(entry.name)) return Cut::kRowWise;
+  if (full_reductions().count(entry.name)) return Cut::kReduceAll;
+  const bool one_tensor =
+      schema.returns().size() == 1 && schema.returns()[0].type()->isSubtypeOf(*c10::TensorType::get());
+  if (one_tensor && !entry.is_view && (handle.hasTag(at::Tag::pointwise) || entry.name == "aten::zero_"))
+    return Cut::kPointwise;
+  return Cut::kNone;
+}
+
+void read_schema(const c10::OperatorHandle& handle, Operator& entry) {
+  const auto& schema = handle.schema();
+  const auto& arguments = schema.arguments();
+  entry.name = c10::toString(handle.operator_name());
+  entry.handle = new c10::OperatorHandle(handle);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    entry.writes.push_back(alias && alias->isWrite());
+    entry.in_place |= entry.writes.back();
+    if (arguments[i].name() == "generator") entry.generator_argument = static_cast<int>(i);
+    if (arguments[i].name() == "dim") entry.dim_argument = static_cast<int>(i);
+    if (arguments[i].name() == "keepdim") entry.keepdim_argument = static_cast<int>(i);
+    if (arguments[i].name() == "memory_format") entry.memory_format_argument = static_cast<int>(i);
+  }
+  for (const auto& result : schema.returns()) {
+    int argument = -1;
+    const auto* alias = result.alias_info();
+    if (alias && alias->isWrite()) {
+      for (size_t i = 0; i < arguments.size() && argument < 0; ++i)
+        if (entry.writes[i] && *arguments[i].alias_info() == *alias) argument = static_cast<int>(i);
+    } else if (alias) {
+      entry.is_view = true;
+    }
+    entry.returned_argument.push_back(argument);
+  }
+  entry.takes_cpu_tensors = may_take_cpu_tensors(schema.name());
+  entry.cut = cut_of(handle, entry);
+  if ((entry.cut == Cut::kPointwise || entry.cut == Cut::kForeach) && !entry.in_place) {
+    if (auto found = find_out_overload(handle)) entry.out_overload = new c10::OperatorHandle(*found);
+  }
+}
+
+std::mutex table_mutex;
+
+std::map<std::string, std::unique_ptr<Operator>>& table() {
+  static auto* instance = new std::map<std::string, std::unique_ptr<Operator>>;
+  return *instance;
+}
+
+}  // namespace
+
+Operator& operator_entry(const c10::OperatorHandle& handle) {
+  // Schemas keep their address while registered; the name guards against an operator that came and went.
+  thread_local std::unordered_map<const void*, Operator*> known;
+  const void* key = &handle.operator_name();
+  auto found = known.find(key);
+  const c10::OperatorName& name = handle.operator_name();
+  if (found != known.end()) {
+    const std::string& text = found->second->name;
+    const size_t length = name.name.size();
+    const bool same = text.compare(0, length, name.name) == 0 &&
+                      (name.overload_name.empty()
+                           ? text.size() == length
+                           : text.size() == length + 1 + name.overload_name.size() &&
+                                 text.compare(length + 1, std::string::npos, name.overload_name) == 0);
+    if (same) return *found->second;
+  }
+  auto fresh = std::make_unique<Operator>();
+  read_schema(handle, *fresh);
+  std::lock_guard<std::mutex> lock(table_mutex);
+  std::unique_ptr<Operator>& slot = table()[fresh->name];
+  if (!slot) slot = std::move(fresh);
+  known[key] = slot.get();
+  return *slot;
+}
+
+Operator& operator_entry(const char* name) {
+  std::lock_guard<std::mutex> lock(table_mutex);
+  std::unique_ptr<Operator>& slot = table()[name];
+  if (!slot) {
+    slot = std::make_unique<Operator>();
+    slot->name = name;
+  }
+  return *slot;
+}
+
+void call_backing(const c10::OperatorHandle& handle, std::vector<c10::IValue>* stack) {
+  handle.redispatchBoxed(c10::DispatchKeySet(kBackingKey), stack);
+}
+
+void count_run(Operator& entry, Run run, bool large) {
+  entry.runs[static_cast<int>(run)].fetch_add(1, std::memory_order_relaxed);
+  if (large && run != Run::kSharded) entry.large.fetch_add(1, std::memory_order_relaxed);
+}
+
+std::vector<OperatorCounts> operator_counts() {
+  std::lock_guard<std::mutex> lock(table_mutex);
+  std::vector<OperatorCounts> out;
+  for (const auto& [name, entry] : table()) {
+    OperatorCounts counts{name, entry->runs[0], entry->runs[1], entry->runs[2], entry->large};
+    if (counts.sharded + counts.lead + counts.fallback > 0) out.push_back(std::move(counts));
+  }
+  return out;
+}
+
+void reset_operator_counts() {
+  std::lock_guard<std::mutex> lock(table_mutex);
+  for (const auto& [name, entry] : table()) {
+    for (auto& runs : entry->runs) runs = 0;
+    entry->large = 0;
+  }
+}
+
+}  // namespace mgpu

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// register.cpp: the list of what exists: every operator name that device mgpu answers by itself, and the fallback for
+// the rest. One file, because torch/library.h costs a compiler more than all kernels together.
+#include <torch/library.h>
+
+#include "backend/fallback.h"
+#include "backend/operators.h"
+
+namespace mgpu {
+
+namespace {
+void fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) { run_operator(handle, stack); }
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &ops::empty);
+  m.impl("empty_strided", &ops::empty_strided);
+  m.impl("resize_", &ops::resize);
+  m.impl("_copy_from", &ops::copy_from);
+  m.impl("_copy_from_and_resize", &ops::copy_from_and_resize);
+  m.impl("view", &ops::view);
+  m.impl("as_strided", &ops::as_strided);
+  m.impl("_reshape_alias", &ops::reshape_alias);
+  m.impl("_local_scalar_dense", &ops::local_scalar);
+  m.impl("record_stream", &ops::record_stream);
+  m.impl("set_.source_Tensor", &ops::set_tensor);
+  m.impl("set_.source_Storage", &ops::set_storage);
+  m.impl("set_.source_Storage_storage_offset", &ops::set_storage_offset);
+  m.impl("convolution_overrideable", &ops::convolution);
+  m.impl("convolution_backward_overrideable", &ops::convolution_backward);
+}
+
+// Conjugate and negative views are resolved by the copy of their aliases; torch's own resolution would copy again, and
+// so on without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+}  // namespace mgpu

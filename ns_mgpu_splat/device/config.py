@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the environment says about the device: MGPU_DEVICES, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+MAX_SHARDS = 64
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The mesh that was asked for.
+
+    Attributes:
+        flavour: `host` (shards in host memory) or `cuda`.
+        shards: their names, in order; the first is the lead shard.
+    """
+
+    flavour: str
+    shards: tuple[str, ...]
+
+
+def parse_devices(text: str | None, *, gpus: int) -> MeshConfig:
+    """Read a mesh from `cpu:4` (four shards in host memory) or `0,1,1` (a shard on each of these GPUs).
+
+    Args:
+        text: None or blank stands for all GPUs, and for `cpu:1` where there is none.
+        gpus: how many CUDA devices this process sees.
+    Raises: ValueError, in one sentence, if `text` is neither form, or names a GPU that is not there.
+    """
+    if text is None or not text.strip():
+        text = ",".join(str(gpu) for gpu in range(gpus)) if gpus else "cpu:1"
+    text = text.strip()
+    host = re.fullmatch(r"cpu(?::(\d+))?", text)
+    if host:
+        count = int(host.group(1) or 1)
+        if not 1 <= count <= MAX_SHARDS:
+            raise ValueError(f"MGPU_DEVICES is {text!r}, but a mesh has 1 to {MAX_SHARDS} shards.")
+        return MeshConfig("host", tuple(f"cpu:{index}" for index in range(count)))
+    if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+        indices = [int(word) for word in text.split(",")]
+        if len(indices) > MAX_SHARDS:
+            raise ValueError(f"MGPU_DEVICES is {text!r}, but a mesh has 1 to {MAX_SHARDS} shards.")
+        missing = next((index for index in indices if index >= gpus), None)
+        if missing is not None:
+            there = f"{gpus} CUDA device{'s' if gpus != 1 else ''}" if gpus else "no CUDA device"
+            raise ValueError(
+                f"MGPU_DEVICES is {text!r}, but torch sees {there} here, so there is no GPU {missing}; "
+                "use cpu:1 for a machine without GPUs."
+            )
+        return MeshConfig("cuda", tuple(f"cuda:{index}" for index in indices))
+    raise ValueError(
+        f"MGPU_DEVICES is {text!r}, expected cpu:COUNT (shards in host memory, as cpu:4) or GPU numbers (as 0,1)."
+    )
+
+
+def shard_threshold(default: int) -> int:
+    """Bytes from which a tensor and its operators are split over the shards (MGPU_SHARD_THRESHOLD).
+
+    Raises: ValueError if the variable is not a positive whole number.
+    """
+    text = os.environ.get("MGPU_SHARD_THRESHOLD", "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"MGPU_SHARD_THRESHOLD is {text!r}, expected a number of bytes, 1 or more.")
+    return int(text)
+
+
+def locality_checked() -> bool:
+    """Whether local stages are held to their own pages (MGPU_CHECK_LOCALITY=1)."""
+    text = os.environ.get("MGPU_CHECK_LOCALITY", "").strip()
+    if text not in ("", "0", "1"):
+        raise ValueError(f"MGPU_CHECK_LOCALITY is {text!r}, expected 0 or 1.")
+    return text == "1"

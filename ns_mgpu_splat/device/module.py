@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.mgpu`: the module that torch asks about device `mgpu`, and this project's own functions on it.
+
+Registered by `ns_mgpu_splat.init()`. Part one is what `torch.cuda` has too, part two what only this device has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ns_mgpu_splat.device import native
+
+_C = native()
+
+# ---- part one: what torch wants of a device module -------------------------------------------------------------------
+
+Stream = torch.Stream
+Event = torch.Event
+default_generators: tuple[torch.Generator, ...] = (_C.default_generator(),)
+
+
+def is_available() -> bool:
+    """True: this module exists only where the device does."""
+    return True
+
+
+def is_initialized() -> bool:
+    """True: registration is initialisation."""
+    return True
+
+
+def init() -> None:
+    """Nothing is left to do."""
+
+
+def _lazy_init() -> None:
+    if _is_in_bad_fork():
+        raise RuntimeError(
+            "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or let them "
+            "return CPU tensors and move those to mgpu in the parent."
+        )
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(_C.in_forked_child())
+
+
+def device_count() -> int:
+    """1: all shards together are one device."""
+    return 1
+
+
+def current_device() -> int:
+    """0, the only index."""
+    return 0
+
+
+def _index(device: Any) -> int:
+    """The index that a device argument names. Raises ValueError if it is not this device."""
+    if device is None:
+        return 0
+    if isinstance(device, int):
+        index = device
+    else:
+        named = torch.device(device)
+        if named.type != "mgpu":
+            raise ValueError(f"Expected a mgpu device, and got {named}.")
+        index = named.index or 0
+    if index not in (0, -1):
+        raise ValueError(f"There is one mgpu device, mgpu:0, and no mgpu:{index}; its shards are in torch.mgpu.mesh().")
+    return 0
+
+
+def set_device(device: Any) -> None:
+    """Accept the only device there is. Raises ValueError for any other."""
+    _index(device)
+
+
+class device:
+    """Context manager that makes `mgpu` current; it always is."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = _index(device)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def get_device_name(device: Any = None) -> str:
+    """`mgpu (cpu:0, cpu:1)`."""
+    _index(device)
+    return f"mgpu ({', '.join(mesh().shards)})"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """(0, 0): the host flavour has no compute capability."""
+    _index(device)
+    return (0, 0)
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `get_device_properties` returns; memory in bytes."""
+
+    name: str
+    total_memory: int
+    multi_processor_count: int
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    """Name, memory (bytes) and number of shards."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return DeviceProperties(get_device_name(device), total, len(mesh().shards))
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for all work of the device; the host flavour's is done when a call returns."""
+    _index(device)
+    torch._C._accelerator_synchronizeDevice(0)
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    """The calling thread's stream."""
+    return torch.accelerator.current_stream(_index(device))
+
+
+def set_stream(stream: torch.Stream) -> None:
+    """Make `stream` the calling thread's."""
+    torch.accelerator.set_stream(stream)
+
+
+def stream(stream: torch.Stream) -> torch.Stream:
+    """A context manager in which `stream` is current."""
+    return stream
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the device's default generator."""
+    default_generators[0].manual_seed(int(seed) & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def manual_seed_all(seed: int) -> None:
+    """The same as `manual_seed`: there is one generator, whose numbers do not depend on the mesh."""
+    manual_seed(seed)
+
+
+def seed() -> int:
+    """Seed from the system's entropy; returns the seed."""
+    return default_generators[0].seed()
+
+
+def seed_all() -> int:
+    """The same as `seed`."""
+    return seed()
+
+
+def initial_seed() -> int:
+    """The seed that was set last."""
+    return default_generators[0].initial_seed()
+
+
+def get_rng_state(device: Any = "mgpu") -> Tensor:
+    """State of the default generator: a uint8 CPU tensor."""
+    _index(device)
+    return default_generators[0].get_state()
+
+
+def set_rng_state(new_state: Tensor, device: Any = "mgpu") -> None:
+    """Put back what `get_rng_state` returned."""
+    _index(device)
+    default_generators[0].set_state(new_state)
+
+
+def get_rng_state_all() -> list[Tensor]:
+    """A list of one state."""
+    return [get_rng_state()]
+
+
+def set_rng_state_all(new_states: Iterable[Tensor]) -> None:
+    """Put back what `get_rng_state_all` returned."""
+    for state in new_states:
+        set_rng_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """What torch.autocast("mgpu") may lower to."""
+    return [torch.bfloat16, torch.float16]
+
+
+def is_bf16_supported() -> bool:
+    """True."""
+    return True
+
+
+def is_autocast_enabled() -> bool:
+    """Whether autocast for this device is on in this thread."""
+    return torch.is_autocast_enabled("mgpu")
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes in use by tensors and stages, over all shards and host pages."""
+    _index(device)
+    return int(_C.memory_totals()["allocated"])
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """The largest `memory_allocated()` since the start or `reset_peak_memory_stats()`, in bytes."""
+    _index(device)
+    return int(_C.memory_totals()["peak"])
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Bytes of mapped pages, in use or kept for reuse."""
+    _index(device)
+    return int(_C.memory_totals()["reserved"])
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Let peaks start from what is in use now."""
+    _index(device)
+    _C.reset_peak()
+
+
+def empty_cache() -> None:
+    """Give mapped pages that nothing uses back to the system."""
+    _C.empty_cache()
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(free, total) bytes of the memory behind the shards: the host's, here."""
+    _index(device)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+# ---- part two: the mesh, pages and growth ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The shards behind the device; the first is the lead shard."""
+
+    shards: tuple[str, ...]
+
+
+def mesh() -> Mesh:
+    """The mesh of this process."""
+    return Mesh(tuple(_C.mesh_shards()))
+
+
+def memory_stats() -> dict[str, Any]:
+    """Memory by shard: `{"shards": [{"allocated", "reserved", "peak", "pages"}, ...], "host": bytes}`.
+
+    `allocated` counts the bytes of tensors and stages, `reserved` those of mapped pages (also those kept for reuse),
+    `peak` the largest `allocated`, `pages` mapped pages of 2 MiB; `host` the bytes of pages parked in host memory.
+    """
+    return _C.memory_stats()
+
+
+def op_stats(*, reset: bool = False) -> dict[str, dict[str, int]]:
+    """How often each operator ran where, since the start or the last reset: `{"aten::add.Tensor": {...}, ...}`.
+
+    Counts: `sharded`: on every shard. `lead`: on the lead shard alone, though the operator can be split (the operands
+    were below MGPU_SHARD_THRESHOLD, or of a layout that cannot be cut). `fallback`: on the lead shard, because there is
+    no sharded kernel. `large`: those of the last two kinds with an operand of at least the threshold. Views touch no
+    memory and are not counted.
+    """
+    counts = _C.op_stats()
+    if reset:
+        _C.reset_op_stats()
+    return counts
+
+
+def reset_op_stats() -> None:
+    """Set all counts of `op_stats()` to zero."""
+    _C.reset_op_stats()
+
+
+def reserve(shape: Sequence[int], capacity_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A zeroed tensor that can grow in place: addresses for `capacity_rows` rows, memory for `shape[0]`.
+
+    Args:
+        shape: N rows and the shape of a row.
+        capacity_rows: rows it may ever have, at least N. Costs address space, no memory.
+        dtype: of the elements.
+    Raises: ValueError if the capacity is less than N; torch.OutOfMemoryError.
+    """
+    return _C.reserve([int(size) for size in shape], int(capacity_rows), dtype)
+
+
+def grow(tensor: Tensor, rows: int) -> Tensor:
+    """Let a tensor of `reserve` have `rows` rows in total: same object, same address; new rows are zero.
+
+    Grow between steps. Raises: RuntimeError, and nothing has changed, if the tensor was not reserved, shares its memory
+    with a view or has a `.grad`, if `rows` is less than it has or more than its capacity; torch.OutOfMemoryError.
+    """
+    _C.grow(tensor, int(rows))
+    return tensor
+
+
+def placement(tensor: Tensor) -> Tensor:
+    """Where a tensor lies: an int16 CPU tensor, one shard for each 2 MiB page it touches, -1 for host memory."""
+    return _C.placement(tensor)
+
+
+def place(tensor: Tensor, shards: int | Sequence[int] | Tensor) -> Tensor:
+    """Move a tensor's pages; its address and contents stay.
+
+    Args:
+        tensor: on `mgpu`, of at least 1 MiB or made by `reserve` (smaller ones share their page with others).
+        shards: one shard for each page, as `placement` returns; or one for all. -1 is host memory.
+    Returns: the tensor. Raises: ValueError for a wrong count or shard; RuntimeError if it shares its page.
+    """
+    if isinstance(shards, int):
+        shards = [shards] * placement(tensor).numel()
+    _C.place(tensor, [int(shard) for shard in shards])
+    return tensor
+
+
+def _pages(pages: int | Sequence[int] | Tensor | None) -> list[int] | None:
+    if pages is None:
+        return None
+    return [pages] if isinstance(pages, int) else [int(page) for page in pages]
+
+
+def to_host(tensor: Tensor, pages: int | Sequence[int] | Tensor | None = None) -> Tensor:
+    """Park pages of a tensor in host memory (`placement` then says -1); None: all of them. Returns the tensor."""
+    _C.to_host(tensor, _pages(pages))
+    return tensor
+
+
+def to_device(tensor: Tensor, pages: int | Sequence[int] | Tensor | None = None) -> Tensor:
+    """Bring pages back to the shards that `to_host` took them from; None: all of them. Returns the tensor."""
+    _C.to_device(tensor, _pages(pages))
+    return tensor
+
+
+def as_cuda(tensor: Tensor) -> Tensor:
+    """The same memory as a CUDA tensor, without gradient. Raises: RuntimeError in the host flavour."""
+    raise RuntimeError(
+        f"torch.mgpu.as_cuda needs shards on GPUs, and this mesh is {', '.join(mesh().shards)}; "
+        "torch.mgpu.as_host(tensor) gives a CPU tensor over the same memory."
+    )
+
+
+def from_cuda(tensor: Tensor) -> Tensor:
+    """A CUDA tensor's memory as a `mgpu` tensor, without gradient. Raises: RuntimeError in the host flavour."""
+    raise RuntimeError(
+        f"torch.mgpu.from_cuda needs shards on GPUs, and this mesh is {', '.join(mesh().shards)}; "
+        "tensor.to('mgpu') copies."
+    )
+
+
+def as_host(tensor: Tensor) -> Tensor:
+    """The same memory as a CPU tensor, without gradient: for readers such as tests and the viewer; no copy.
+
+    Args: tensor: on `mgpu`. Raises: ValueError if it is elsewhere.
+    """
+    if tensor.device.type != "mgpu":
+        raise ValueError(f"torch.mgpu.as_host needs a tensor on mgpu, and got one on {tensor.device}.")
+    return _C.as_host(tensor)
+
+
+def from_host(tensor: Tensor) -> Tensor:
+    """A CPU tensor's memory as a `mgpu` tensor, without gradient; no copy. Its pages count as nobody's.
+
+    Args: tensor: on the CPU, strided. Raises: ValueError if it is elsewhere.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(
+            f"torch.mgpu.from_host needs a strided CPU tensor, and got {tensor.layout} on {tensor.device}."
+        )
+    return _C.from_host(tensor)
