@@ -166,7 +166,8 @@ void check_frames(const std::vector<const Frame*>& frames, const SplatColumns& c
   for (size_t i = 0; i < frames.size(); ++i) {
     const Frame& frame = *frames[i];
     const std::string name = "Frame " + std::to_string(i) + " of the step ";
-    if (frame.columns.means != columns.means || frame.columns.num_rows != columns.num_rows) {
+    if (frame.columns.num_rows != columns.num_rows ||
+        (columns.num_rows > 0 && frame.columns.means != columns.means)) {
       throw std::invalid_argument(name + "was rendered from another table, or from this one before it had " +
                                   std::to_string(columns.num_rows) +
                                   " rows. Call step() or zero_pending() before the table grows.");

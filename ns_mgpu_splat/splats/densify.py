@@ -75,7 +75,9 @@ class McmcStrategy:
         target = min(self.max_gaussians, table.capacity, math.ceil(old * self.grow_factor))
         if target <= old:
             return 0
-        sources = native().sample_rows(_columns(table), self.min_opacity, target - old, self.seed, 2 * step + 1)
+        sources = native().sample_rows(
+            _columns(table), self.min_opacity, target - old, self.seed, 2 * step + 1
+        )
         if len(sources) == 0:
             return 0
         table.grow(target)
@@ -93,7 +95,9 @@ class McmcStrategy:
         self._relocate(table, optimizer, sources, to)
         return len(to)
 
-    def _relocate(self, table: SplatTable, optimizer: SplatAdam, sources: torch.Tensor, to: torch.Tensor) -> None:
+    def _relocate(
+        self, table: SplatTable, optimizer: SplatAdam, sources: torch.Tensor, to: torch.Tensor
+    ) -> None:
         native().relocate(_columns(table), optimizer.state(), sources, to, self.min_opacity, optimizer.steps)
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,9 @@ class _L1Ssim(torch.autograd.Function):
         return gradient * dL_dloss, None, None, None
 
 
-def l1_ssim_loss(rgb: Tensor, target: Tensor, *, ssim_weight: float = 0.2, mask: Tensor | None = None) -> Tensor:
+def l1_ssim_loss(
+    rgb: Tensor, target: Tensor, *, ssim_weight: float = 0.2, mask: Tensor | None = None
+) -> Tensor:
     """(1 - ssim_weight) * mean |rgb - target| + ssim_weight * (1 - mean SSIM); a scalar, differentiable in `rgb`.
 
     SSIM: 11 x 11 Gaussian window of sigma 1.5, means over channels and over the centres whose window is inside the image.

@@ -151,7 +151,9 @@ class SplatAdam:
         Raises: ValueError for another version, or naming the moment that does not fit the table.
         """
         if state.get("version") != STATE_VERSION:
-            raise ValueError(f"The optimizer state has version {state.get('version')}, expected {STATE_VERSION}.")
+            raise ValueError(
+                f"The optimizer state has version {state.get('version')}, expected {STATE_VERSION}."
+            )
         for moment in ("exp_avg", "exp_avg_sq"):
             for name, column in self.table.named_columns().items():
                 if tuple(state[moment][name].shape) != tuple(column.shape):

@@ -62,7 +62,12 @@ class PlyReader:
                 f"{self.path} has {rest} properties f_rest_*; a 3DGS file has 0, 9, 24 or 45 (SH degree 0 to 3)."
             )
         self.sh_degree = _REST_BY_DEGREE.index(rest)
-        missing = [name for names_ in _column_properties(self.sh_degree).values() for name in names_ if name not in names]
+        missing = [
+            name
+            for names_ in _column_properties(self.sh_degree).values()
+            for name in names_
+            if name not in names
+        ]
         if missing:
             raise ValueError(
                 f"{self.path} has no property {missing[0]!r} ({len(missing)} missing), so it is no 3DGS splat file. A plain "
@@ -91,16 +96,22 @@ class PlyReader:
             if words[0] == "format":
                 order = {"binary_little_endian": "<", "binary_big_endian": ">"}.get(words[1], "")
                 if not order:
-                    raise ValueError(f"{self.path} is in format {words[1]}; convert it to binary_little_endian.")
+                    raise ValueError(
+                        f"{self.path} is in format {words[1]}; convert it to binary_little_endian."
+                    )
             elif words[0] == "element":
                 if element == "" and words[1] != "vertex":
-                    raise ValueError(f"{self.path} begins with element {words[1]!r}; a 3DGS file begins with vertex.")
+                    raise ValueError(
+                        f"{self.path} begins with element {words[1]!r}; a 3DGS file begins with vertex."
+                    )
                 element = words[1]
                 if element == "vertex":
                     rows = int(words[2])
             elif words[0] == "property" and element == "vertex":
                 if words[1] not in _TYPES:
-                    raise ValueError(f"{self.path}: property {words[-1]!r} has type {words[1]!r}, expected a number.")
+                    raise ValueError(
+                        f"{self.path}: property {words[-1]!r} has type {words[1]!r}, expected a number."
+                    )
                 fields.append((words[2], order + _TYPES[words[1]]))
         if rows < 0:
             raise ValueError(f"{self.path} has no element vertex.")
@@ -149,7 +160,9 @@ def _finite_rows(chunk: dict[str, np.ndarray]) -> np.ndarray:
     return keep
 
 
-def write(path: Path, num_rows: int, sh_degree: int, read_rows: Callable[[int, int], dict[str, np.ndarray]]) -> int:
+def write(
+    path: Path, num_rows: int, sh_degree: int, read_rows: Callable[[int, int], dict[str, np.ndarray]]
+) -> int:
     """Write the finite ones of `num_rows` splats to `path` and return how many they are.
 
     Args:

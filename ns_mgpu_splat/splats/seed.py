@@ -98,7 +98,9 @@ def thin_evenly(xyz: np.ndarray, count: int) -> np.ndarray:
     point is kept per cell of the finest grid with at most `count` cells, the rest come one per cell of the next.
     """
     rows = len(xyz)
-    _log.warning("the seed cloud has %s points: thinned evenly to the cap of %s Gaussians", f"{rows:,}", f"{count:,}")
+    _log.warning(
+        "the seed cloud has %s points: thinned evenly to the cap of %s Gaussians", f"{rows:,}", f"{count:,}"
+    )
     if count <= 0:
         return np.empty(0, dtype=np.int64)
     code = _morton(xyz)
@@ -116,7 +118,9 @@ def thin_evenly(xyz: np.ndarray, count: int) -> np.ndarray:
     # A cell's first point is also the first of one of its finer cells, so `firsts` is part of `finer`.
     others = np.setdiff1d(finer, firsts, assume_unique=True)
     missing = count - len(firsts)
-    picked = others[np.linspace(0, len(others) - 1, missing).round().astype(np.int64)] if missing else others[:0]
+    picked = (
+        others[np.linspace(0, len(others) - 1, missing).round().astype(np.int64)] if missing else others[:0]
+    )
     return np.sort(order[np.concatenate([firsts, picked])])
 
 

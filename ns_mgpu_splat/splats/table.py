@@ -60,10 +60,14 @@ class SplatTable:
         Raises: ValueError for a degree outside 0 to 3 or a capacity below `num_rows`.
         """
         if sh_degree not in (0, 1, 2, 3):
-            raise ValueError(f"sh_degree is {sh_degree}; spherical harmonics of degree 0, 1, 2 or 3 are supported.")
+            raise ValueError(
+                f"sh_degree is {sh_degree}; spherical harmonics of degree 0, 1, 2 or 3 are supported."
+            )
         self._capacity = num_rows if capacity is None else int(capacity)
         if self._capacity < num_rows:
-            raise ValueError(f"capacity is {self._capacity:,}, but the table has {num_rows:,} rows. Raise the capacity.")
+            raise ValueError(
+                f"capacity is {self._capacity:,}, but the table has {num_rows:,} rows. Raise the capacity."
+            )
         from ns_mgpu_splat.device import init
 
         init()
@@ -121,7 +125,9 @@ class SplatTable:
             shN = sh0.new_zeros((rows, 0, 3))
         rest = shN.shape[1] if shN.dim() == 3 else -1
         if rest not in (0, 3, 8, 15):
-            raise ValueError(f"shN is {list(shN.shape)}, expected [N, K, 3] with K = 0, 3, 8 or 15 (degree 0 to 3).")
+            raise ValueError(
+                f"shN is {list(shN.shape)}, expected [N, K, 3] with K = 0, 3, 8 or 15 (degree 0 to 3)."
+            )
         given = dict(zip(COLUMNS, (means, quats, scales, opacities, sh0, shN), strict=True))
         degree = math.isqrt(rest + 1) - 1
         for name, shape in column_shapes(rows, degree).items():
@@ -190,7 +196,9 @@ class SplatTable:
 
     def read_rows(self, begin: int, end: int) -> dict[str, np.ndarray]:
         """Copies of rows [begin, end) on the host, by column."""
-        return {name: column.detach()[begin:end].cpu().numpy() for name, column in self.named_columns().items()}
+        return {
+            name: column.detach()[begin:end].cpu().numpy() for name, column in self.named_columns().items()
+        }
 
     # ---- changing it
 
@@ -215,7 +223,9 @@ class SplatTable:
         Raises: ValueError if `rows` is below what the table has, or above its capacity.
         """
         if rows < self.num_rows:
-            raise ValueError(f"grow({rows:,}) on a table of {self.num_rows:,} rows; use resize() to shrink it.")
+            raise ValueError(
+                f"grow({rows:,}) on a table of {self.num_rows:,} rows; use resize() to shrink it."
+            )
         if rows > self.capacity:
             raise ValueError(
                 f"The table cannot grow to {rows:,} rows in place: it was made with capacity={self.capacity:,}. Make it with "
@@ -233,7 +243,9 @@ class SplatTable:
         """
         capacity = max(self.capacity, rows) if capacity is None else capacity
         if capacity < rows:
-            raise ValueError(f"capacity is {capacity:,}, but resize() was asked for {rows:,} rows. Raise the capacity.")
+            raise ValueError(
+                f"capacity is {capacity:,}, but resize() was asked for {rows:,} rows. Raise the capacity."
+            )
         if self.num_rows <= rows <= self.capacity == capacity:
             self.grow(rows)
             return
