@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// fork_join.cpp: the pool of host threads behind parallel_for, in both flavours.
 #include "mesh/fork_join.h"
 
 #include <unistd.h>
@@ -10,12 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
-#include <stdexcept>
-#include <string>
 #include <thread>
-
-#include "memory/locality.h"
 
 namespace mgpu {
 
@@ -144,33 +140,6 @@ struct FirstError {
 };
 
 }  // namespace
-
-void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
-  const Mesh& current = mesh();
-  FirstError first;
-  auto run_one = [&](int64_t index) {
-    const Shard& shard = current[static_cast<int>(index)];
-    try {
-      LocalityScope scope(shard, stage, access);
-      work(shard);
-    } catch (const std::bad_alloc&) {
-      first.record(index);
-    } catch (const std::exception& error) {
-      try {
-        throw std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" + shard.name +
-                                 "): " + error.what());
-      } catch (...) {
-        first.record(index);
-      }
-    }
-  };
-  if (current.size() == 1 || locality_checked()) {
-    for (int index = 0; index < current.size(); ++index) run_one(index);
-  } else {
-    pool().run(current.size(), run_one);
-  }
-  first.rethrow();
-}
 
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work) {
   if (count <= 0) return;

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn; the GPUs run side by side, and
+// wait for each other only around an exchange.
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "mesh/fork_join.h"
+#include "mesh/launch.h"
+
+namespace mgpu {
+
+namespace {
+
+constexpr int kMaxDevices = 64;
+std::atomic<StreamProvider> stream_provider{nullptr};
+
+cudaStream_t default_stream(int device) {
+  static std::mutex mutex;
+  static std::array<cudaStream_t, kMaxDevices> streams{};  // live until the process ends
+  std::lock_guard<std::mutex> lock(mutex);
+  cudaStream_t& stream = streams.at(static_cast<size_t>(device));
+  if (!stream) {
+    DeviceGuard guard(device);
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  return stream;
+}
+
+// Devices of the mesh, each once, in the order of their first shard.
+std::vector<int> mesh_devices() {
+  std::vector<int> devices;
+  for (int shard = 0; shard < mesh().size(); ++shard) {
+    const int device = shard_device(shard);
+    bool known = false;
+    for (const int other : devices) known |= other == device;
+    if (!known) devices.push_back(device);
+  }
+  return devices;
+}
+
+cudaStream_t device_stream(int device) {
+  const StreamProvider provider = stream_provider.load();
+  return provider ? provider(device) : default_stream(device);
+}
+
+// An event to join by, one per thread and device: a wait takes the record that was latest when it was called.
+cudaEvent_t join_event(int device) {
+  thread_local std::array<cudaEvent_t, kMaxDevices> events{};
+  cudaEvent_t& event = events.at(static_cast<size_t>(device));
+  if (!event) {
+    DeviceGuard guard(device);
+    CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  }
+  return event;
+}
+
+}  // namespace
+
+int shard_device(int shard) {
+  const std::string& name = mesh()[shard].name;
+  const size_t colon = name.find(':');
+  const std::string kind = colon == std::string::npos ? "cuda" : name.substr(0, colon);
+  const std::string number = colon == std::string::npos ? name : name.substr(colon + 1);
+  const bool digits = !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == std::string::npos;
+  if (kind != "cuda" || !digits) {
+    throw std::invalid_argument("shard " + std::to_string(shard) + " is \"" + name +
+                                "\", and the CUDA flavour has GPUs only. Set MGPU_DEVICES to GPU numbers, such as 0,1.");
+  }
+  return std::stoi(number);
+}
+
+cudaStream_t shard_stream(int shard) { return device_stream(shard_device(shard)); }
+
+void set_stream_provider(StreamProvider provider) { stream_provider.store(provider); }
+
+void join_shards() {
+  const std::vector<int> devices = mesh_devices();
+  if (devices.size() < 2) return;
+  for (const int device : devices) {
+    DeviceGuard guard(device);
+    CUDA_CHECK(cudaEventRecord(join_event(device), device_stream(device)));
+  }
+  for (const int waiting : devices) {
+    DeviceGuard guard(waiting);
+    for (const int device : devices) {
+      if (device != waiting) CUDA_CHECK(cudaStreamWaitEvent(device_stream(waiting), join_event(device), 0));
+    }
+  }
+}
+
+void synchronise_shards() {
+  for (const int device : mesh_devices()) {
+    DeviceGuard guard(device);
+    CUDA_CHECK(cudaStreamSynchronize(device_stream(device)));
+  }
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  check_cuda(cudaGetDevice(&former_), "cudaGetDevice");
+  if (device == former_) return;
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  changed_ = true;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (changed_) cudaSetDevice(former_);
+}
+
+void check_cuda(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  cudaGetLastError();  // not again from the next check
+  if (code == cudaErrorMemoryAllocation) throw std::bad_alloc();
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) +
+                           "). After an illegal access the process cannot use this GPU again: restart it, with "
+                           "CUDA_LAUNCH_BLOCKING=1 to see which kernel it was.");
+}
+
+void check_kernel(const char* stage, int shard, int64_t rows) {
+  const cudaError_t code = cudaGetLastError();
+  if (code == cudaSuccess) return;
+  check_cuda(code, (std::string("stage ") + stage + " on shard " + std::to_string(shard) + " (" + mesh()[shard].name +
+                    "), " + std::to_string(rows) + " rows")
+                       .c_str());
+}
+
+void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
+  if (access == Access::kExchange) join_shards();
+  for (const Shard& shard : mesh().shards()) {
+    DeviceGuard guard(shard_device(shard.index));
+    try {
+      work(shard);
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" + shard.name +
+                               "): " + error.what());
+    }
+  }
+  if (access == Access::kExchange) join_shards();
+}
+
+}  // namespace mgpu

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// launch.h: what a kernel file needs to launch on a shard: its GPU, its stream, named errors. CUDA flavour only; no torch.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "mesh/fork_join.h"
+#include "mesh/mesh.h"
+
+namespace mgpu {
+
+// ---- a shard's GPU and stream
+
+// Ordinal of the GPU that the shard lies on: the number in its name ("cuda:2"). Throws std::invalid_argument.
+int shard_device(int shard);
+
+// The stream that work of the shard goes to. Shards on one GPU share it, so they need no joining. By default one
+// non-default stream a GPU, made when first asked for; the backend installs a provider that knows torch's streams.
+cudaStream_t shard_stream(int shard);
+using StreamProvider = cudaStream_t (*)(int device);
+void set_stream_provider(StreamProvider provider);
+
+// Every GPU's stream waits for what the others have been given so far. By events: the host does not wait. Free on a mesh
+// with one GPU.
+void join_shards();
+
+// The host waits for all shards' streams.
+void synchronise_shards();
+
+// Makes a GPU current, and the former one again at the end.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int former_ = 0;
+  bool changed_ = false;
+};
+
+// ---- errors
+
+// Throws std::bad_alloc for cudaErrorMemoryAllocation, std::runtime_error with `what` for any other error.
+void check_cuda(cudaError_t code, const char* what);
+// For a launch just made: the text names stage, shard and rows.
+void check_kernel(const char* stage, int shard, int64_t rows);
+
+#define CUDA_CHECK(call) ::mgpu::check_cuda((call), #call)
+#define KERNEL_CHECK(stage, shard, rows) ::mgpu::check_kernel((stage), (shard), (rows))
+
+// ---- launch shapes
+
+// Blocks of `threads` for `count` items; callers skip the launch when it is 0.
+inline unsigned blocks_for(int64_t count, int threads) { return static_cast<unsigned>((count + threads - 1) / threads); }
+
+}  // namespace mgpu
