@@ -13,7 +13,6 @@
 #include <stdexcept>
 
 #include "memory/arena.h"
-#include "memory/buffer.h"
 #include "memory/locality.h"
 #include "memory/page.h"
 #include "memory/provider.h"
@@ -505,10 +504,5 @@ void store_row_split(const void* base, int64_t rows, int64_t row_bytes, const Ro
   pool().store_split(base, rows, row_bytes, row_from_shard, what);
 }
 void visit_blocks(const std::function<void(const LiveBlock&)>& visit) { pool().visit(visit); }
-
-// ---- buffer.h
-
-void* allocate_temporary(int64_t bytes, int owner) { return allocate_block(bytes, owner); }
-void free_temporary(void* data, int64_t /*bytes*/, int /*owner*/) noexcept { free_block(data); }
 
 }  // namespace mgpu
