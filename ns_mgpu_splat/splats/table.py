@@ -257,9 +257,8 @@ class SplatTable:
 
 def grow_parameter(tensor: Tensor, rows: int) -> None:
     """Grow a reserved tensor (or parameter) in place; the object stays the same."""
-    if isinstance(tensor, nn.Parameter):
-        tensor.grad = None  # of the old shape
-    tensor.data = torch.mgpu.grow(tensor.data, rows)  # type: ignore[attr-defined]
+    tensor.grad = None  # of the old shape
+    torch.mgpu.grow(tensor, rows)  # type: ignore[attr-defined]
 
 
 def resized(tensor: Tensor, rows: int, capacity: int) -> Tensor:
