@@ -120,6 +120,10 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     prompt: Suppress[str | None] = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Exit with one sentence if an option is impossible."""
         if self.max_gaussians < 1:
             raise SystemExit("mgpu-splat: --pipeline.model.max-gaussians must be at least 1.")
         if not 0 <= self.sh_degree <= 3:

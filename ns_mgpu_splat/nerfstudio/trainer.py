@@ -35,6 +35,7 @@ from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfi
 from ns_mgpu_splat.nerfstudio.device import shard_names
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline, MgpuSplatPipelineConfig
+from ns_mgpu_splat.nerfstudio.presets import apply_preset, is_preset
 
 
 @dataclass
@@ -73,6 +74,9 @@ class MgpuSplatTrainerConfig(TrainerConfig):
     schedule_steps: int = 30_000
     """Length of the learning-rate decay and of the growth of the number of Gaussians. Set it to max-num-iterations in
     short runs; leave it alone when a run is cut in pieces, so that the pieces make the same run."""
+    load_config: Path | None = None
+    """A preset such as configs/city.yml: its options hold where the command line does not say otherwise. Or the
+    config.yml of an earlier run, which replaces the whole command line."""
     steps_per_save: int = 2_000
     """Steps between checkpoints; there is one more at the end, on Ctrl-C and when memory runs out."""
     steps_per_eval_batch: int = 0
@@ -112,6 +116,15 @@ class MgpuSplatTrainerConfig(TrainerConfig):
     prompt: Suppress[str | None] = None
 
     def __post_init__(self) -> None:
+        if self.load_config is not None and is_preset(self.load_config):
+            from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+
+            apply_preset(self, mgpu_splat.config, self.load_config)
+            self.load_config = None  # or Nerfstudio would take the file for a whole configuration
+        self.check()
+
+    def check(self) -> None:
+        """Exit with one sentence if an option is impossible."""
         if self.machine.num_devices != 1 or self.machine.num_machines != 1:
             raise SystemExit(
                 "mgpu-splat: --machine.num-devices must stay 1: one process drives all GPUs as one device. Choose them "

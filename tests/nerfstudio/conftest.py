@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,3 +78,34 @@ def shared_data() -> Path:
     if not (folder / "brighton_small").is_dir():
         pytest.skip(f"{folder} has no real photographs (MGPU_TEST_DATA)")
     return folder
+
+
+def train_many(runs: list[list[object]], folder: Path, **env: str) -> list[dict[str, object]]:
+    """Run `ns-train mgpu-splat ...` command lines in one process; results as of driver.py, and "out" for messages."""
+    common = ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True", "--output-dir", folder]
+    lines = [["mgpu-splat", *map(str, common), *map(str, run)] for run in runs]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "driver.py"), json.dumps(lines)],
+        cwd=folder,
+        env=environment(**env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode != 0:
+        pytest.fail(f"the driver ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return [{**result, "out": done.stdout} for result in json.loads(done.stdout.strip().splitlines()[-1])]
+
+
+@pytest.fixture(scope="session")
+def trained(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config.yml of a short run on the tiny scene."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = ["--data", nerfstudio_folder.root, "--max-num-iterations", 300, "--schedule-steps", 300]
+    options += ["--timestamp", "run", "--experiment-name", "tiny", "--pipeline.model.max-gaussians", 1500]
+    options += ["--pipeline.model.warmup-length", 50, "--pipeline.model.refine-every", 50]
+    options += ["--pipeline.model.sh-degree-interval", 100]
+    (result,) = train_many([options], folder)
+    assert result["code"] == 0, result
+    return folder / "tiny" / "mgpu-splat" / "run" / "config.yml"

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_type_hints
 
 import numpy as np
@@ -101,3 +102,42 @@ def test_impossible_options_are_refused_with_their_name(option: str, value: floa
 
     with pytest.raises(SystemExit, match=option.replace("_", "-")):
         MgpuSplatModelConfig(**{option: value})
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def parse_command_line(*arguments: str):
+    import copy
+
+    config = copy.deepcopy(mgpu_splat.config)
+    return tyro.cli(type(config), default=config, args=list(arguments))
+
+
+@pytest.mark.parametrize("name", ["small", "drone", "city"])
+def test_presets_set_their_options(name: str) -> None:
+    import yaml
+
+    path = CONFIGS / f"{name}.yml"
+    config = parse_command_line("--load-config", str(path))
+    options = yaml.safe_load(path.read_text())
+    assert config.load_config is None
+    assert config.max_num_iterations == options["max_num_iterations"] != 30_001
+    assert config.pipeline.model.max_gaussians == options["pipeline"]["model"]["max_gaussians"]
+
+
+def test_the_command_line_wins_over_a_preset() -> None:
+    config = parse_command_line("--load-config", str(CONFIGS / "small.yml"), "--max-num-iterations", "11")
+    assert config.max_num_iterations == 11
+    assert config.schedule_steps == 7000
+
+
+def test_a_preset_with_an_unknown_option_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("pipeline: {model: {max_gausians: 5}}\n")
+    with pytest.raises(SystemExit, match=r"a\.yml sets pipeline\.model\.max_gausians"):
+        parse_command_line("--load-config", str(tmp_path / "a.yml"))
+
+
+def test_downscaling_is_an_option_without_a_subcommand() -> None:
+    config = parse_command_line("--data", "x", "--pipeline.datamanager.dataparser.downscale-factor", "2")
+    assert config.pipeline.datamanager.dataparser.downscale_factor == 2
