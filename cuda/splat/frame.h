@@ -17,6 +17,8 @@ struct RenderSettings {
   int sh_degree = 3;
   bool wanted_depth = true;
   float background[3] = {0.f, 0.f, 0.f};
+  bool deterministic = false;   // CUDA: sum record gradients in list order instead of by atomics; the host always does
+  bool wanted_backward = true;  // CUDA: keep what the way back needs
 
   int sh_count() const { return (sh_degree + 1) * (sh_degree + 1); }
 };
@@ -51,6 +53,7 @@ struct ShardRecords {
   Buffer<RecordGrad> grad;        // home; filled by the return stage, empty before
   int64_t count = 0;
   std::vector<int64_t> view_begin;  // [views + 1], into the arrays above
+  Buffer<uint32_t> owner_mask;      // home; CUDA: bit o is set if owner o has a tile of the record
 };
 
 // One home's parcel for one owner: the records that touch the owner's tiles, still ordered by (view, row).
@@ -68,7 +71,13 @@ struct TileEntry {
   int32_t ordinal;  // which of the record's tiles (within the owner's range) this is
 };
 
-// One shard as owner of a range of tiles.
+// 32 neighbours in a tile's list, the unit of CUDA's way back. Counted from the tile's first.
+struct TileBucket {
+  int32_t tile;  // in the owner's range
+  int32_t bucket;
+};
+
+// One shard as owner of a range of tiles. On a CUDA mesh of one shard `record` and `view` are empty: they are the home's.
 struct TileOwner {
   RowRange tiles;                  // among the tiles of all views
   std::vector<int64_t> peer_begin;  // [shards + 1]: received records by home, in row order
@@ -82,6 +91,24 @@ struct TileOwner {
   Buffer<int32_t> contributors;    // owner; [tiles, 256] 1 + position in the tile's list of the last contribution
   Buffer<float> pixels;            // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
   Buffer<RecordGrad> slot_grad;    // owner; [intersections], during backward only
+
+  // CUDA flavour
+  int64_t pairs = 0;                // length of entry or entry_record: (tile, record) pairs as counted by the homes
+  Buffer<int32_t> entry_record;     // owner; as entry, without the ordinal; one of the two is empty
+  Buffer<float> bucket_state;       // owner; [pairs / 32, 256, 4]: T, red, green, blue before each bucket but a tile's first
+  Buffer<float> bucket_depth;       // owner; [pairs / 32, 256], if depth is wanted
+  Buffer<TileBucket> active_bucket;  // owner; in which some pixel has a contribution, in any order
+  Buffer<int32_t> active_count;     // owner; [1] how many
+  Buffer<RecordGrad> record_grad;   // owner; [received], during backward only
+
+  int64_t received() const { return peer_begin.empty() ? 0 : peer_begin.back(); }
+};
+
+// CUDA flavour: what a shard's kernels read of the frame besides the table.
+struct ShardConstants {
+  Buffer<View> views;     // shard; [views]
+  Buffer<float> steps;    // shard; the arrays behind `history`
+  AdamHistory history{};  // points into `steps`
 };
 
 struct StageTime {
@@ -101,6 +128,7 @@ struct Frame {
   std::vector<ShardRecords> shards;       // [shards]
   std::vector<std::vector<Parcel>> parcels;  // [home][owner]
   std::vector<TileOwner> owners;          // [shards]
+  std::vector<ShardConstants> constants;  // [shards]; CUDA flavour
   std::vector<StageTime> times;           // in the order they ran
 
   const AdamState* state_or_null() const { return replays ? &state : nullptr; }
