@@ -62,8 +62,10 @@ at::Tensor Aliases::from_backing(const at::Tensor& result) const {
   c10::DispatchKeySet keys(kDeviceKey);
   // a zero tensor has no memory; without its key, kernels would read it
   if (result._is_zerotensor()) keys = keys.add(c10::DispatchKey::ZeroTensor);
-  at::Tensor out =
-      make_view(home, keys, result.dtype(), result.sizes(), result.strides(), result.storage_offset());
+  // the constructor that knows autograd: this tensor leaves the backend
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(home), keys, result.dtype());
+  impl->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
+  at::Tensor out(std::move(impl));
   copy_bits(result, out.unsafeGetTensorImpl());
   return out;
 }

@@ -3,6 +3,7 @@
 // operators hand to torch's own kernels. No byte is copied.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
 #include "backend/allocator.h"
@@ -14,9 +15,15 @@ inline bool is_mgpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kDeviceType;
 }
 
-// A tensor over a storage, made without the dispatcher.
+// A tensor over a storage, made without the dispatcher, for kernels below autograd: it has no autograd keys
+// and no version, as torch's inference tensors.
 at::Tensor make_view(const c10::Storage& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype,
                      c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset);
+
+// While alive, this thread's calls skip autograd, which aliases know nothing of.
+struct BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+};
 
 // The aliases of one call. Tensors that share a storage get aliases that share one, so overlap checks hold.
 class Aliases {

@@ -30,6 +30,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
   if (bias && bias->defined()) bias_alias = aliases.to_backing(*bias);
   const at::Tensor x = aliases.to_backing(input);
   const at::Tensor w = aliases.to_backing(weight);
+  BelowAutograd below_autograd;
   AllocationScope results_from_the_pool;
   return aliases.from_backing(at::convolution_symint(x, w, bias_alias, stride, padding, dilation, transposed,
                                                      output_padding, std::move(groups)));
@@ -45,6 +46,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   const at::Tensor dy = aliases.to_backing(dL_doutput);
   const at::Tensor x = aliases.to_backing(input);
   const at::Tensor w = aliases.to_backing(weight);
+  BelowAutograd below_autograd;
   AllocationScope results_from_the_pool;
   const auto [dx, dw, db] = at::convolution_backward_symint(
       dy, x, w, wanted[2] ? at::OptionalSymIntArrayRef(bias_size) : std::nullopt, stride, padding, dilation,

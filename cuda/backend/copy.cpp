@@ -39,6 +39,7 @@ bool copy_by_shard(const at::Tensor& from, const at::Tensor& to) {
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   static Operator& entry = operator_entry("aten::_copy_from");
+  BelowAutograd below_autograd;
   const bool large = is_large(self) || is_large(dst);
   if (copy_by_shard(self, dst)) {
     count_run(entry, Run::kSharded, large);

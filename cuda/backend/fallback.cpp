@@ -93,6 +93,7 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
 }
 
 void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  BelowAutograd below_autograd;
   Operator& entry = operator_entry(handle);
   const bool large = any_large(*stack, entry.writes.size());
   if (entry.cut != Cut::kNone && large && run_sharded(entry, stack)) {

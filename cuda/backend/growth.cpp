@@ -97,9 +97,10 @@ void grow(const at::Tensor& tensor, int64_t rows) {
               "Grow between steps, and detach() first.");
   TORCH_CHECK(!tensor.grad().defined(), "torch.mgpu.grow: the tensor still has a .grad of its old size, ",
               tensor.grad().sizes(), ". Set .grad to None first.");
-  const BlockInfo block = find_block(tensor.const_data_ptr());
-  TORCH_CHECK(block.base == tensor.const_data_ptr() && block.base != nullptr &&
-                  (block.capacity > 0 || block.bytes == 0),
+  const int64_t row_bytes = row_bytes_of(tensor.sizes(), tensor.dtype().itemsize());
+  const void* base = tensor.storage().data();  // the tensor's own data_ptr() is null while it has no rows
+  const BlockInfo block = find_block(base);
+  TORCH_CHECK(row_bytes == 0 || (block.base == base && block.base != nullptr && block.capacity > 0),
               "torch.mgpu.grow: this tensor was not made by torch.mgpu.reserve(), so it has no room to grow "
               "in place.");
   TORCH_CHECK(tensor.storage().use_count() == 1, "torch.mgpu.grow: ", tensor.storage().use_count(),
@@ -108,11 +109,10 @@ void grow(const at::Tensor& tensor, int64_t rows) {
               "views first.");
   TORCH_CHECK(rows >= tensor.size(0), "torch.mgpu.grow: the tensor has ", tensor.size(0),
               " rows and was asked for ", rows, " in total; it can only grow.");
-  const int64_t row_bytes = row_bytes_of(tensor.sizes(), tensor.dtype().itemsize());
   TORCH_CHECK(row_bytes == 0 || rows <= block.capacity / row_bytes, "torch.mgpu.grow: ", rows,
               " rows do not fit the reserved capacity of ", row_bytes ? block.capacity / row_bytes : 0,
               " rows. Reserve more, or make a new tensor and copy.");
-  with_torch_errors("torch.mgpu.grow", [&] { grow_block(block.base, rows * row_bytes); });
+  if (row_bytes > 0) with_torch_errors("torch.mgpu.grow", [&] { grow_block(block.base, rows * row_bytes); });
   tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(rows * row_bytes));
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape[0] = rows;

@@ -28,22 +28,26 @@ bool may_take_cpu_tensors(const std::string& name) {
          starts_with(name, "aten::_amp") || !starts_with(name, "aten::");
 }
 
-// Row-wise operators: along `dim` each row is reduced, scanned or normalised by itself.
+// Along `dim`, these treat each row by itself.
 const std::unordered_set<std::string>& row_wise_operators() {
   static const std::unordered_set<std::string> names = {
-      "aten::sum.dim_IntList", "aten::mean.dim",       "aten::amax",         "aten::amin",
-      "aten::any.dim",         "aten::all.dim",        "aten::prod.dim_int", "aten::max.dim",
-      "aten::min.dim",         "aten::argmax",         "aten::argmin",       "aten::linalg_vector_norm",
-      "aten::var.correction",  "aten::std.correction", "aten::_softmax",     "aten::_log_softmax",
-      "aten::cumsum",          "aten::cumprod",        "aten::logsumexp"};
+      "aten::sum",    "aten::mean",    "aten::amax",     "aten::amin",
+      "aten::any",    "aten::all",     "aten::prod",     "aten::max",
+      "aten::min",    "aten::argmax",  "aten::argmin",   "aten::linalg_vector_norm",
+      "aten::var",    "aten::std",     "aten::_softmax", "aten::_log_softmax",
+      "aten::cumsum", "aten::cumprod", "aten::logsumexp"};
   return names;
 }
 
+// Without `dim`, one value of all elements.
 const std::unordered_set<std::string>& full_reductions() {
-  static const std::unordered_set<std::string> names = {"aten::sum", "aten::mean", "aten::max", "aten::min",
-                                                        "aten::any", "aten::all",  "aten::prod"};
+  static const std::unordered_set<std::string> names = {"aten::sum", "aten::max", "aten::min",
+                                                        "aten::any", "aten::all", "aten::prod"};
   return names;
 }
+
+// Element by element, though torch does not mark them so.
+bool is_fill(const std::string& name) { return name == "aten::zero_" || name == "aten::fill_"; }
 
 bool is_tensor_list(const c10::Argument& argument) {
   return argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
@@ -92,11 +96,15 @@ Cut cut_of(const c10::OperatorHandle& handle, const Operator& entry) {
     if ((fused && name.back() == '_') || foreach) return Cut::kForeach;
     return Cut::kNone;
   }
-  if (row_wise_operators().count(entry.name)) return Cut::kRowWise;
-  if (full_reductions().count(entry.name)) return Cut::kReduceAll;
+  int64_t inputs = 0;
+  for (size_t i = 0; i < schema.arguments().size(); ++i)
+    inputs += !entry.writes[i] && schema.arguments()[i].type()->isSubtypeOf(*c10::TensorType::get());
+  if (inputs == 1 && entry.dim_argument >= 0 && row_wise_operators().count(schema.name()))
+    return Cut::kRowWise;
+  if (inputs == 1 && entry.dim_argument < 0 && full_reductions().count(schema.name())) return Cut::kReduceAll;
   const bool one_tensor =
       schema.returns().size() == 1 && schema.returns()[0].type()->isSubtypeOf(*c10::TensorType::get());
-  if (one_tensor && !entry.is_view && (handle.hasTag(at::Tag::pointwise) || entry.name == "aten::zero_"))
+  if (one_tensor && !entry.is_view && (handle.hasTag(at::Tag::pointwise) || is_fill(schema.name())))
     return Cut::kPointwise;
   return Cut::kNone;
 }
@@ -104,6 +112,7 @@ Cut cut_of(const c10::OperatorHandle& handle, const Operator& entry) {
 void read_schema(const c10::OperatorHandle& handle, Operator& entry) {
   const auto& schema = handle.schema();
   const auto& arguments = schema.arguments();
+  entry.base_name = schema.name();
   entry.name = c10::toString(handle.operator_name());
   entry.handle = new c10::OperatorHandle(handle);
   for (size_t i = 0; i < arguments.size(); ++i) {

@@ -31,6 +31,7 @@ enum class Run {
 };
 
 struct Operator {
+  std::string base_name;               // "aten::add"
   std::string name;                    // "aten::add.Tensor"
   std::vector<bool> writes;            // by argument
   std::vector<int> returned_argument;  // by result: the written argument that it is, or -1
@@ -41,7 +42,7 @@ struct Operator {
   bool is_view = false;            // results share memory with an argument and nothing is written
   bool takes_cpu_tensors = false;  // CPU tensors with dimensions may stand beside mgpu ones
   Cut cut = Cut::kNone;
-  bool in_place = false;                            // writes an argument (in place, or out=)
+  bool in_place = false;  // writes an argument (in place, or out=)
   const c10::OperatorHandle* handle = nullptr;
   const c10::OperatorHandle* out_overload = nullptr;  // of a functional pointwise operator
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// register.cpp: the list of what exists: every operator name that device mgpu answers by itself, and the fallback for
-// the rest. One file, because torch/library.h costs a compiler more than all kernels together.
+// register.cpp: the list of what exists: every operator name that device mgpu answers by itself, and the
+// fallback for the rest. One file, because torch/library.h costs a compiler more than all kernels together.
 #include <torch/library.h>
 
 #include "backend/fallback.h"
@@ -15,6 +15,13 @@ void fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) { run
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  // torch would take these lists apart before the fallback sees them; together they need one fork instead of
+  // many
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
+    const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+    m.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
   m.impl("empty.memory_format", &ops::empty);
   m.impl("empty_strided", &ops::empty_strided);
   m.impl("resize_", &ops::resize);
@@ -32,8 +39,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", &ops::convolution_backward);
 }
 
-// Conjugate and negative views are resolved by the copy of their aliases; torch's own resolution would copy again, and
-// so on without end.
+// Conjugate and negative views are resolved by the copy of their aliases; torch's own resolution would copy
+// again, and so on without end.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 

@@ -11,6 +11,7 @@
 namespace mgpu::ops {
 
 at::Scalar local_scalar(const at::Tensor& self) {
+  BelowAutograd below_autograd;
   Aliases aliases;
   return at::_ops::_local_scalar_dense::call(aliases.to_backing(self));
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/shards.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <dlfcn.h>
 
 #include <exception>
@@ -60,9 +59,8 @@ class InnerThreadsOff {
 }  // namespace
 
 void run_on_shards(const std::function<void(int shard)>& work) {
-  const c10::DispatchKeySet autograd = c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   if (mesh().size() == 1) {
-    c10::impl::ExcludeDispatchKeyGuard no_autograd(autograd);
+    BelowAutograd below_autograd;
     work(0);
     return;
   }
@@ -72,7 +70,7 @@ void run_on_shards(const std::function<void(int shard)>& work) {
   for_each_shard(
       "aten",
       [&](const Shard& shard) {
-        c10::impl::ExcludeDispatchKeyGuard no_autograd(autograd);
+        BelowAutograd below_autograd;
         InnerThreadsOff inner_threads_off;
         try {
           work(shard.index);

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat_ops.h>
 #include <ATen/ops/copy_ops.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul_ops.h>
 #include <ATen/ops/stack_ops.h>
 
@@ -20,15 +21,13 @@ namespace {
 // Operators for which op(op(part 1), op(part 2), ...) = op(whole). mean needs weights, see below.
 bool can_be_applied_again(const Operator& entry, const torch::jit::Stack& arguments) {
   static const std::unordered_set<std::string> names = {
-      "aten::sum.dim_IntList",   "aten::mean.dim", "aten::amax",         "aten::amin",
-      "aten::any.dim",           "aten::all.dim",  "aten::prod.dim_int", "aten::logsumexp",
-      "aten::linalg_vector_norm"};
-  if (!names.count(entry.name)) return false;
+      "aten::sum",  "aten::mean",      "aten::amax",
+      "aten::amin", "aten::any",       "aten::all",
+      "aten::prod", "aten::logsumexp", "aten::linalg_vector_norm"};
+  if (!names.count(entry.base_name)) return false;
   // the 0-norm counts, it would count the counts
-  if (entry.name == "aten::linalg_vector_norm" && arguments[1].isScalar() &&
-      arguments[1].toScalar().toDouble() == 0.0)
-    return false;
-  return true;
+  return entry.base_name != "aten::linalg_vector_norm" || !arguments[1].isScalar() ||
+         arguments[1].toScalar().toDouble() != 0.0;
 }
 
 // A partial value in 16 bits would be rounded once more than on one device.
@@ -36,135 +35,188 @@ bool keeps_precision(const at::Tensor& tensor) {
   return tensor.scalar_type() != at::kHalf && tensor.scalar_type() != at::kBFloat16;
 }
 
-}  // namespace
+bool is_plain(const at::Tensor& tensor) {
+  return is_mgpu(tensor) && tensor.layout() == c10::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
+         !tensor.is_neg() && !tensor._is_zerotensor();
+}
 
-bool run_row_wise(const Operator& entry, torch::jit::Stack* stack) {
-  const size_t arguments = entry.writes.size();
-  const size_t first = stack->size() - arguments;
-  const torch::jit::Stack original(stack->begin() + static_cast<int64_t>(first), stack->end());
-  if (!original[0].isTensor()) return false;
-  const at::Tensor& self = original[0].toTensor();
-  if (!is_mgpu(self) || self.layout() != c10::kStrided || self.dim() == 0 || !self.is_contiguous() ||
-      self.is_conj() || self.is_neg() || self._is_zerotensor() || self.size(0) < mesh().size() ||
-      self.numel() == 0)
-    return false;
-
-  if (entry.dim_argument < 0) return false;
-  const c10::IValue& dims = original[static_cast<size_t>(entry.dim_argument)];
-  bool over_rows = false;  // dimension 0 is reduced
-  auto visit = [&](int64_t dim) { over_rows |= dim == 0 || dim == -self.dim(); };
-  if (dims.isInt())
-    visit(dims.toInt());
-  else if (dims.isIntList() && !dims.toIntVector().empty())
-    for (int64_t dim : dims.toIntVector()) visit(dim);
-  else
-    over_rows = true;  // all dimensions
-
-  Aliases aliases;
-  const at::Tensor alias = aliases.to_backing(self);
-  const int64_t rows = self.size(0);
-  auto call_on = [&](const at::Tensor& part, const torch::jit::Stack& with) {
-    torch::jit::Stack call;
-    call.emplace_back(part);
-    for (size_t i = 1; i < arguments; ++i) call.push_back(backing_value(entry, i, with[i]));
-    call_backing(*entry.handle, &call);
-    return call;
-  };
-
-  if (!over_rows) {
-    if (self.dim() < 2) return false;
-    const torch::jit::Stack samples = call_on(row_slice(alias, {0, 1}), original);
-    std::vector<at::Tensor> results;
-    std::vector<at::Tensor> outs;
-    for (const c10::IValue& sample : samples) {
-      if (!sample.isTensor() || sample.toTensor().dim() == 0 || sample.toTensor().size(0) != 1) return false;
-      std::vector<int64_t> sizes = sample.toTensor().sizes().vec();
-      sizes[0] = rows;
-      std::vector<int64_t> strides(sizes.size(), 1);
-      for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
-      results.push_back(empty_mgpu(sizes, strides, sample.toTensor().scalar_type()));
-      outs.push_back(aliases.to_backing(results.back()));
-    }
-    run_on_shards([&](int shard) {
-      const RowRange range = equal_chunk(rows, shard, mesh().size());
-      if (range.empty()) return;
-      const torch::jit::Stack parts = call_on(row_slice(alias, range), original);
-      for (size_t i = 0; i < outs.size(); ++i) {
-        at::Tensor out = row_slice(outs[i], range);
-        at::_ops::copy_::call(out, parts[i].toTensor(), false);
-      }
-    });
-    torch::jit::drop(*stack, arguments);
-    for (at::Tensor& result : results) stack->emplace_back(std::move(result));
-    return true;
+// One call of a reduction, functional or with out=: the input is the first argument, outputs are the written
+// ones.
+class Reduction {
+ public:
+  Reduction(const Operator& entry, torch::jit::Stack* stack) : entry_(entry), stack_(stack) {
+    const size_t count = entry.writes.size();
+    arguments_.assign(stack->end() - static_cast<int64_t>(count), stack->end());
+    for (size_t i = 0; i < count; ++i)
+      if (entry.writes[i]) outputs_.push_back(arguments_[i].toTensor());
+    input_ = aliases_.to_backing(arguments_[0].toTensor());
   }
 
-  if (!can_be_applied_again(entry, original) || entry.keepdim_argument < 0 || !keeps_precision(self)) return false;
-  torch::jit::Stack partial(original);
-  partial[static_cast<size_t>(entry.keepdim_argument)] = true;
-  std::vector<at::Tensor> values(static_cast<size_t>(mesh().size()));
+  const at::Tensor& input() const { return input_; }
+  const torch::jit::Stack& arguments() const { return arguments_; }
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
+  at::Tensor alias(const at::Tensor& tensor) { return aliases_.to_backing(tensor); }
+
+  // Results for a part of the input. With out=, into `outs`, or where there are none into fresh tensors.
+  std::vector<at::Tensor> call(const at::Tensor& part, const std::vector<at::Tensor>& outs,
+                               bool keepdim) const {
+    torch::jit::Stack call;
+    size_t written = 0;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      if (i == 0)
+        call.emplace_back(part);
+      else if (entry_.writes[i]) {
+        const at::Tensor& output = outputs_[written];
+        call.emplace_back(outs.empty() ? at::empty({0}, output.options().device(backing_device()))
+                                       : outs[written]);
+        ++written;
+      } else if (keepdim && static_cast<int>(i) == entry_.keepdim_argument)
+        call.emplace_back(true);
+      else
+        call.push_back(backing_value(entry_, i, arguments_[i]));
+    }
+    call_backing(*entry_.handle, &call);
+    std::vector<at::Tensor> results;
+    for (const c10::IValue& value : call) results.push_back(value.toTensor());
+    return results;
+  }
+
+  // Apply the operator to the partial values, and leave the result on the stack.
+  void finish(const at::Tensor& values) {
+    std::vector<at::Tensor> outs;
+    for (const at::Tensor& output : outputs_) outs.push_back(aliases_.to_backing(output));
+    AllocationScope results_from_the_pool;
+    at::Tensor result = call(values, outs, false).back();
+    for (size_t i = 0; i < outs.size(); ++i) aliases_.sync_back(outputs_[i], outs[i]);
+    give({outputs_.empty() ? aliases_.from_backing(result) : outputs_[0]});
+  }
+
+  void give(const std::vector<at::Tensor>& results) {
+    torch::jit::drop(*stack_, arguments_.size());
+    for (const at::Tensor& result : results) stack_->emplace_back(result);
+  }
+
+ private:
+  const Operator& entry_;
+  torch::jit::Stack* stack_;
+  torch::jit::Stack arguments_;
+  std::vector<at::Tensor> outputs_;  // mgpu
+  Aliases aliases_;
+  at::Tensor input_;  // alias
+};
+
+bool run_each_row(Reduction& reduction) {
+  const at::Tensor& input = reduction.input();
+  const int64_t rows = input.size(0);
+  if (input.dim() < 2) return false;
+  std::vector<at::Tensor> results = reduction.outputs();
+  const std::vector<at::Tensor> samples = reduction.call(row_slice(input, {0, 1}), {}, false);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (samples[i].dim() == 0 || samples[i].size(0) != 1) return false;
+    std::vector<int64_t> sizes = samples[i].sizes().vec();
+    sizes[0] = rows;
+    if (reduction.outputs().empty()) {
+      std::vector<int64_t> strides(sizes.size(), 1);
+      for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(1, sizes[d]);
+      results.push_back(empty_mgpu(sizes, strides, samples[i].scalar_type()));
+    } else if (results[i].sizes() != c10::IntArrayRef(sizes) || !is_plain(results[i])) {
+      return false;  // out= of another shape: the kernel resizes it
+    }
+  }
+  if (results.size() != samples.size()) return false;
+  std::vector<at::Tensor> outs;
+  for (const at::Tensor& result : results) outs.push_back(reduction.alias(result));
+  for (const at::Tensor& out : outs)
+    if (overlaps(out, input) || out.is_alias_of(input)) return false;
   run_on_shards([&](int shard) {
     const RowRange range = equal_chunk(rows, shard, mesh().size());
     if (range.empty()) return;
-    at::Tensor value = call_on(row_slice(alias, range), partial).back().toTensor();
-    values[static_cast<size_t>(shard)] = std::move(value);
+    std::vector<at::Tensor> parts;
+    for (const at::Tensor& out : outs) parts.push_back(row_slice(out, range));
+    if (!reduction.outputs().empty()) {
+      reduction.call(row_slice(input, range), parts, false);
+      return;
+    }
+    const std::vector<at::Tensor> values = reduction.call(row_slice(input, range), {}, false);
+    for (size_t i = 0; i < parts.size(); ++i) at::_ops::copy_::call(parts[i], values[i], false);
   });
-  if (entry.name == "aten::mean.dim") {
-    // a chunk counts as many times as it has rows
-    int64_t parts = 0;
-    for (const at::Tensor& value : values) parts += value.defined();
-    for (int shard = 0; shard < mesh().size(); ++shard) {
+  reduction.give(results);
+  return true;
+}
+
+bool run_over_rows(const Operator& entry, Reduction& reduction) {
+  const at::Tensor& input = reduction.input();
+  if (!can_be_applied_again(entry, reduction.arguments()) || entry.keepdim_argument < 0 ||
+      !keeps_precision(input))
+    return false;
+  const int64_t rows = input.size(0);
+  const int shards = mesh().size();
+  std::vector<at::Tensor> values(static_cast<size_t>(shards));
+  run_on_shards([&](int shard) {
+    const RowRange range = equal_chunk(rows, shard, shards);
+    if (!range.empty())
+      values[static_cast<size_t>(shard)] = reduction.call(row_slice(input, range), {}, true).back();
+  });
+  int64_t parts = 0;
+  for (const at::Tensor& value : values) parts += value.defined();
+  if (entry.base_name == "aten::mean") {
+    // the mean of means: a chunk counts as many times as it has rows
+    for (int shard = 0; shard < shards; ++shard) {
       at::Tensor& value = values[static_cast<size_t>(shard)];
       if (!value.defined()) continue;
       const double share =
-          static_cast<double>(equal_chunk(rows, shard, mesh().size()).size()) / static_cast<double>(rows);
+          static_cast<double>(equal_chunk(rows, shard, shards).size()) / static_cast<double>(rows);
       value = at::_ops::mul_Scalar::call(value, share * static_cast<double>(parts));
     }
   }
   std::erase_if(values, [](const at::Tensor& value) { return !value.defined(); });
-  at::Tensor result;
-  {
-    AllocationScope results_from_the_pool;
-    result = call_on(at::_ops::cat::call(values, 0), original).back().toTensor();
-  }
-  torch::jit::drop(*stack, arguments);
-  stack->emplace_back(aliases.from_backing(result));
+  reduction.finish(at::_ops::cat::call(values, 0));
   return true;
 }
 
+}  // namespace
+
+bool run_row_wise(const Operator& entry, torch::jit::Stack* stack) {
+  const torch::jit::Stack& all = *stack;
+  const c10::IValue& first = all[all.size() - entry.writes.size()];
+  if (!first.isTensor()) return false;
+  const at::Tensor& self = first.toTensor();
+  if (!is_plain(self) || self.dim() == 0 || self.size(0) < mesh().size() || self.numel() == 0) return false;
+  Reduction reduction(entry, stack);
+  for (const at::Tensor& output : reduction.outputs())
+    if (!is_mgpu(output)) return false;
+
+  const c10::IValue& dims = reduction.arguments()[static_cast<size_t>(entry.dim_argument)];
+  const int64_t last = -self.dim();
+  bool over_rows = false;  // dimension 0 is reduced
+  if (dims.isInt()) {
+    over_rows = dims.toInt() == 0 || dims.toInt() == last;
+  } else if (dims.isIntList() && !dims.toIntVector().empty()) {
+    for (int64_t dim : dims.toIntVector()) over_rows |= dim == 0 || dim == last;
+  } else {
+    over_rows = true;  // all dimensions
+  }
+  return over_rows ? run_over_rows(entry, reduction) : run_each_row(reduction);
+}
+
 bool run_reduce_all(const Operator& entry, torch::jit::Stack* stack) {
-  const size_t arguments = entry.writes.size();
-  const size_t first = stack->size() - arguments;
-  const torch::jit::Stack original(stack->begin() + static_cast<int64_t>(first), stack->end());
-  const at::Tensor& self = original[0].toTensor();
-  if (!is_mgpu(self) || self.layout() != c10::kStrided || !keeps_precision(self) ||
-      entry.name == "aten::mean" || self.numel() < mesh().size())
-    return false;
-  Aliases aliases;
-  const at::Tensor alias = aliases.to_backing(self);
-  const at::Tensor operands[] = {alias};
-  const auto cut = ElementwiseCut::of(operands, alias.sizes(), /*flat_only=*/true);
+  const at::Tensor& self = (*stack)[stack->size() - entry.writes.size()].toTensor();
+  if (!is_plain(self) || !keeps_precision(self) || self.dim() == 0) return false;
+  Reduction reduction(entry, stack);
+  for (const at::Tensor& output : reduction.outputs())
+    if (!is_mgpu(output)) return false;
+  const at::Tensor operands[] = {reduction.input()};
+  const auto cut = ElementwiseCut::of(operands, reduction.input().sizes(), /*flat_only=*/true);
   if (!cut) return false;
-  auto call_on = [&](const at::Tensor& part) {
-    torch::jit::Stack call;
-    call.emplace_back(part);
-    for (size_t i = 1; i < arguments; ++i) call.push_back(backing_value(entry, i, original[i]));
-    call_backing(*entry.handle, &call);
-    return call.back().toTensor();
-  };
   std::vector<at::Tensor> values(static_cast<size_t>(mesh().size()));
   run_on_shards([&](int shard) {
     const RowRange range = cut->range(shard);
-    if (!range.empty()) values[static_cast<size_t>(shard)] = call_on(cut->slice(alias, range));
+    if (range.empty()) return;
+    values[static_cast<size_t>(shard)] =
+        reduction.call(cut->slice(reduction.input(), range), {}, false).back();
   });
   std::erase_if(values, [](const at::Tensor& value) { return !value.defined(); });
-  at::Tensor result;
-  {
-    AllocationScope results_from_the_pool;
-    result = call_on(at::_ops::stack::call(values, 0));
-  }
-  torch::jit::drop(*stack, arguments);
-  stack->emplace_back(aliases.from_backing(result));
+  reduction.finish(at::_ops::stack::call(values, 0));
   return true;
 }
 

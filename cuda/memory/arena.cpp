@@ -33,8 +33,8 @@ void Arena::move(int64_t page, int to) {
 }
 
 int16_t equal_page_shard(int64_t page, int64_t pages) {
-  const int64_t chunk = (pages + mesh().size() - 1) / mesh().size();
-  return static_cast<int16_t>(page / chunk);
+  // the shard in whose part of the bytes the middle of the page lies
+  return static_cast<int16_t>((2 * page + 1) * mesh().size() / (2 * pages));
 }
 
 }  // namespace mgpu

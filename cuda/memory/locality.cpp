@@ -95,8 +95,10 @@ void install_handler() {
   sigaction(SIGSEGV, &action, nullptr);
 }
 
-// The hardware pages that lie wholly inside [begin, end).
-void add_inner(char* begin, char* end, int home, const char* what) {
+// Protect the hardware pages of a block that lie wholly inside [begin, end); no other block shares the
+// block's last one.
+void add_inner(const LiveBlock& block, char* begin, char* end, int home, const char* what) {
+  if (end == block.base + block.bytes) end = block.base + round_up(block.bytes, kOsPageBytes);
   const auto first = round_up(reinterpret_cast<int64_t>(begin), kOsPageBytes);
   const auto last = reinterpret_cast<int64_t>(end) / kOsPageBytes * kOsPageBytes;
   if (last <= first) return;
@@ -111,22 +113,19 @@ void add_block(const LiveBlock& block, int shard) {
   if (!block.tensor) {
     if (block.owner == kExchange || block.owner == shard) return;
     snprintf(what, sizeof what, "a buffer of %lld bytes", static_cast<long long>(block.bytes));
-    add_inner(block.base, block.base + round_up(block.bytes, kOsPageBytes), block.owner, what);
+    add_inner(block, block.base, block.base + block.bytes, block.owner, what);
     return;
   }
   if (block.split) {
     const RowSplit& split = *block.split;
     char* row0 = block.base + split.offset;
     snprintf(what, sizeof what, "%s", split.what.empty() ? "a column" : split.what.c_str());
-    const RowRange own = split.row_from_shard[static_cast<size_t>(shard)];
     for (int other = 0; other < shards; ++other) {
       const RowRange rows = split.row_from_shard[static_cast<size_t>(other)];
       if (other == shard || rows.empty()) continue;
       char* begin = row0 + rows.begin * split.row_bytes;
       char* end = row0 + rows.end * split.row_bytes;
-      // a hardware page that also holds rows of our own stays open: add_inner leaves out the straddling ones
-      (void)own;
-      add_inner(begin, end, other, what);
+      add_inner(block, begin, end, other, what);
     }
     return;
   }
@@ -140,7 +139,7 @@ void add_block(const LiveBlock& block, int shard) {
     RowRange bytes = equal_chunk(block.bytes, other, shards);
     if (other < shard) bytes.end = std::min(bytes.end, own_begin);
     if (other > shard) bytes.begin = std::max(bytes.begin, own_end);
-    add_inner(block.base + bytes.begin, block.base + bytes.end, other, what);
+    add_inner(block, block.base + bytes.begin, block.base + bytes.end, other, what);
   }
 }
 
