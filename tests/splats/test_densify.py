@@ -239,7 +239,7 @@ def test_misuse_is_explained(device: torch.device) -> None:
         native().relocate(natives(table), None, torch.tensor([3, 1]), torch.tensor([5, 6]), MIN_OPACITY, 0)
     with pytest.raises(ValueError, match="destination rows must ascend and lie in"):
         native().relocate(natives(table), None, torch.tensor([1, 1]), torch.tensor([5, 20]), MIN_OPACITY, 0)
-    with pytest.raises(ValueError, match="quats is .*expected contiguous float32 with 20 rows"):
-        columns = natives(table)
-        columns[1] = columns[1][:, :3]
+    columns = natives(table)
+    columns[1] = columns[1][:, :3]
+    with pytest.raises(ValueError, match=r"quats is .*expected contiguous float32 with 20 rows"):
         native().dead_rows(columns, MIN_OPACITY)

@@ -145,5 +145,5 @@ def test_wrong_inputs_are_named() -> None:
         SplatTable(3, sh_degree=4)
     with pytest.raises(ValueError, match="capacity is 2, but the table has 3 rows"):
         SplatTable(3, capacity=2)
-    with pytest.raises(ValueError, match="opacity is 1.5"):
+    with pytest.raises(ValueError, match=r"opacity is 1\.5"):
         SplatTable.from_points(np.zeros((3, 3)), opacity=1.5)
