@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// kernels.h: what the .cu files of the stages share: walking a record's tiles, scans and sorts, a frame's device side.
+#pragma once
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_scan.cuh>
+
+#include <cstdint>
+#include <cuda/std/functional>
+
+#include "math/tile.h"
+#include "memory/buffer.h"
+#include "mesh/launch.h"
+#include "splat/frame.h"
+
+namespace mgpu::splat {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxShards = 32;  // bits of ShardRecords::owner_mask
+
+// ---- a record's tiles
+
+// Ends of the owners' ranges of tiles, as a kernel's argument.
+struct OwnerEnds {
+  int64_t end[kMaxShards];
+  int count;
+
+  __device__ __forceinline__ int owner_of(int64_t tile) const {
+    int owner = 0;
+    while (owner + 1 < count && tile >= end[owner]) ++owner;
+    return owner;
+  }
+};
+
+// Calls visit(first tile, end) for each row of tiles that the record touches; tiles are counted over all views.
+template <typename Visit>
+__device__ __forceinline__ void for_each_span(const View& view, const Record& record, const math::TileEllipse& ellipse,
+                                              const Visit& visit) {
+  for (int y = record.tile_rect[1]; y < record.tile_rect[3]; ++y) {
+    const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
+    const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
+    if (span.begin < span.end) visit(row + span.begin, row + span.end);
+  }
+}
+
+// ---- loads and stores of the 48 bytes of a record
+
+static_assert(sizeof(Record) == 48 && sizeof(RecordGrad) == 48);
+
+template <typename T>
+__device__ __forceinline__ T load48(const T* from) {
+  union {
+    float4 part[3];
+    T value;
+  } both;
+  const float4* parts = reinterpret_cast<const float4*>(from);
+  for (int i = 0; i < 3; ++i) both.part[i] = parts[i];
+  return both.value;
+}
+
+template <typename T>
+__device__ __forceinline__ void store48(T* to, const T& value) {
+  union {
+    float4 part[3];
+    T value;
+  } both;
+  both.value = value;
+  float4* parts = reinterpret_cast<float4*>(to);
+  for (int i = 0; i < 3; ++i) parts[i] = both.part[i];
+}
+
+// A product that the compiler must round: it cannot be fused into a sum, here in one way and there in another.
+__device__ __forceinline__ void round_now(float& x) { asm("" : "+f"(x)); }
+
+// ---- scans and sorts on a shard's stream
+
+// offset[i] = sum of count[0..i), i = 0..items-1. To get the total too, scan one item more.
+inline void exclusive_sum(const int32_t* count, int64_t* offset, int64_t items, int shard) {
+  if (items == 0) return;
+  size_t bytes = 0;
+  const auto scan = [&](void* scratch) {
+    CUDA_CHECK(cub::DeviceScan::ExclusiveScan(scratch, bytes, count, offset, ::cuda::std::plus<>{}, int64_t{0}, items,
+                                              shard_stream(shard)));
+  };
+  scan(nullptr);
+  Buffer<char> scratch(static_cast<int64_t>(bytes), shard);
+  scan(scratch.data());
+}
+
+// Stable, ascending by the low `bits` of the key. Afterwards key and value hold the result.
+template <typename Key, typename Value>
+void sort_pairs(Buffer<Key>& key, Buffer<Value>& value, int bits, int shard) {
+  const int64_t items = key.size();
+  if (items == 0) return;
+  Buffer<Key> other_key(items, shard);
+  Buffer<Value> other_value(items, shard);
+  cub::DoubleBuffer<Key> keys(key.data(), other_key.data());
+  cub::DoubleBuffer<Value> values(value.data(), other_value.data());
+  size_t bytes = 0;
+  const auto sort = [&](void* scratch) {
+    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, values, items, 0, bits, shard_stream(shard)));
+  };
+  sort(nullptr);
+  Buffer<char> scratch(static_cast<int64_t>(bytes), shard);
+  sort(scratch.data());
+  if (keys.Current() != key.data()) std::swap(key, other_key);
+  if (values.Current() != value.data()) std::swap(value, other_value);
+}
+
+// ---- a frame on the device
+
+// Fills frame.constants. Called by stage "project", before anything else of the frame.
+void upload_constants(Frame& frame);
+
+// The arrays of a history in `steps` on a shard; the result points into them.
+AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard);
+
+inline OwnerEnds owner_ends(const Frame& frame) {
+  OwnerEnds ends{};
+  ends.count = static_cast<int>(frame.owners.size());
+  for (int owner = 0; owner < ends.count; ++owner) ends.end[owner] = frame.owners[static_cast<size_t>(owner)].tiles.end;
+  return ends;
+}
+
+// What an owner received: its own arrays, or the home's on a mesh of one shard.
+inline const Record* received_records(const Frame& frame, int owner) {
+  const TileOwner& self = frame.owners[static_cast<size_t>(owner)];
+  return frame.homes.size() == 1 ? frame.shards[0].record.data() : self.record.data();
+}
+inline const int32_t* received_views(const Frame& frame, int owner) {
+  const TileOwner& self = frame.owners[static_cast<size_t>(owner)];
+  return frame.homes.size() == 1 ? frame.shards[0].view.data() : self.view.data();
+}
+
+}  // namespace mgpu::splat
