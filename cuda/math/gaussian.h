@@ -55,6 +55,7 @@ HOST_DEVICE inline bool projection_terms(const View& view, const float mean[3], 
   p.inverse_norm = 1.f / std::sqrt(norm2);
   for (int i = 0; i < 4; ++i) p.unit_quat[i] = quat[i] * p.inverse_norm;
   rotation_from_unit_quat(p.unit_quat, p.rotation);
+  if (!(std::fabs(log_scale[0]) + std::fabs(log_scale[1]) + std::fabs(log_scale[2]) < kHuge)) return false;
   for (int i = 0; i < 3; ++i) p.scale[i] = std::exp(log_scale[i]);
 
   p.inverse_z = 1.f / z;

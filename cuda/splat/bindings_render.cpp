@@ -14,6 +14,7 @@
 
 #include "bindings.h"
 #include "memory/locality.h"
+#include "mesh/fork_join.h"
 #include "splat/bin.h"
 #include "splat/exchange.h"
 #include "splat/history.h"
@@ -354,6 +355,23 @@ Tensor frame_record_grads(const Frame& frame) {
   return out;
 }
 
+// For the test of the locality check: local stages in which each shard reads what is the next shard's: its first
+// record, or its first row of means.
+float read_neighbour(const Frame& frame, const std::string& what) {
+  py::gil_scoped_release no_gil;
+  std::vector<float> seen(frame.shards.size());
+  for_each_shard("read_neighbour", [&](const Shard& shard) {
+    const size_t next = (shard.index + 1) % frame.shards.size();
+    if (what == "records") {
+      if (frame.shards[next].count) seen[shard.index] = frame.shards[next].record[0].depth;
+    } else {
+      const RowRange rows = frame.homes[next];
+      if (!rows.empty()) seen[shard.index] = frame.columns.means[3 * (rows.begin + rows.size() / 2)];
+    }
+  });
+  return seen.front();
+}
+
 }  // namespace
 
 }  // namespace mgpu::splat
@@ -367,6 +385,7 @@ MGPU_BINDINGS(render) {
       .def("record_grads", &frame_record_grads)
       .def("counts", &frame_counts)
       .def("tile_lists", &frame_tile_lists)
+      .def("read_neighbour", &read_neighbour, pybind11::arg("what"))
       .def("times", [](const Frame& frame) {
         std::vector<std::pair<std::string, double>> times;
         for (const StageTime& time : frame.times) times.emplace_back(time.stage, time.seconds);
