@@ -41,6 +41,7 @@ def main(out: str) -> None:
     table.requires_grad_(True)
     with torch.no_grad():
         table.opacities[::9] = -9.0  # some dead rows
+        table.scales += 0.3 * torch.randn(ROWS, 3, generator=generator).to(device)
     adam = SplatAdam(table, LRS, opacity_reg=0.01, scale_reg=0.01, noise_lr=100.0, seed=3)
     strategy = McmcStrategy(10_000, refine_start=0, refine_every=4)
     target = torch.randint(0, 256, (70, 96, 3), generator=generator, dtype=torch.uint8).to(device)
@@ -58,12 +59,14 @@ def main(out: str) -> None:
         adam.step()
         result["stats"].append(torch.mgpu.op_stats())  # type: ignore[attr-defined]
         result["losses"].append(float(loss.detach()))
+        if step == 1:
+            result["exp_avg"] = {name: moment.cpu().clone() for name, moment in adam.exp_avg.items()}
         result["reports"].append(strategy.post_step(table, adam, step))
     waiting = int((adam.last_step.cpu() < adam.steps).sum())
     adam.flush()
     columns = [column.detach() for column in table.columns()]
     result["waiting"] = waiting
-    result["columns"] = {name: column.detach().cpu() for name, column in table.named_columns().items()}
+    assert all(bool(column.isfinite().all()) for column in columns)
     result["gradient"] = loss_gradient(target)
 
     # From here on the table is the same on any mesh, so what follows must be, bit for bit.
