@@ -17,8 +17,8 @@ struct Shard {
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;
-  int64_t size() const { return end - begin; }
-  bool empty() const { return end <= begin; }
+  constexpr int64_t size() const { return end - begin; }
+  constexpr bool empty() const { return end <= begin; }
 };
 
 class Mesh {
