@@ -56,12 +56,18 @@ HOST_DEVICE inline float closed_form_from(float eps, float beta2_power) {
   return floor * floor / beta2_power;
 }
 
-// How far the missed steps move a parameter, closed form. Zero where nothing was ever seen (exp_avg = 0).
-HOST_DEVICE inline float missed_drift_closed(const AdamConstants& c, const MissedSteps& missed, float exp_avg,
-                                             float exp_avg_sq) {
+// How far missed steps with sums `drift` (D) and `drift_eps` (E) move a parameter, closed form. Zero where
+// nothing was ever seen (exp_avg = 0).
+HOST_DEVICE inline float missed_drift(float eps, float drift, float drift_eps, float exp_avg,
+                                      float exp_avg_sq) {
   const float inv_sqrt = 1.0f / std::sqrt(exp_avg_sq);
-  const float drift = exp_avg * inv_sqrt * (missed.drift - c.eps * inv_sqrt * missed.drift_eps);
-  return exp_avg == 0.0f ? 0.0f : drift;
+  const float moved = exp_avg * inv_sqrt * (drift - eps * inv_sqrt * drift_eps);
+  return exp_avg == 0.0f ? 0.0f : moved;
+}
+
+// Whether the closed form holds for a component.
+HOST_DEVICE inline bool closed_form_holds(float closed_from, float exp_avg, float exp_avg_sq) {
+  return (exp_avg_sq >= closed_from) | (exp_avg == 0.0f);
 }
 
 // The same one step at a time, for moments near eps; returns the moved parameter. It stops when all steps
@@ -83,24 +89,12 @@ HOST_DEVICE inline float replay_missed_slowly(const AdamConstants& c, const Miss
   return parameter;
 }
 
-// Replay the missed steps of `size` neighbouring components: parameters and both moments end where dense Adam
-// has them.
-HOST_DEVICE inline void replay_missed(const AdamConstants& c, const MissedSteps& missed, int size,
-                                      float* parameter, float* exp_avg, float* exp_avg_sq) {
-  if (missed.count == 0) return;
-  bool slow = false;
-  for (int i = 0; i < size; ++i) slow |= exp_avg[i] != 0.0f && !(exp_avg_sq[i] >= missed.closed_from);
-  if (!slow) {
-    for (int i = 0; i < size; ++i) parameter[i] -= missed_drift_closed(c, missed, exp_avg[i], exp_avg_sq[i]);
-  } else {
-    for (int i = 0; i < size; ++i) {
-      parameter[i] = exp_avg_sq[i] >= missed.closed_from
-                         ? parameter[i] - missed_drift_closed(c, missed, exp_avg[i], exp_avg_sq[i])
-                         : replay_missed_slowly(c, missed, parameter[i], exp_avg[i], exp_avg_sq[i]);
-    }
-  }
-  for (int i = 0; i < size; ++i) exp_avg[i] *= missed.beta1_power;
-  for (int i = 0; i < size; ++i) exp_avg_sq[i] *= missed.beta2_power;
+// Replay the missed steps of one component; the moments are only read.
+HOST_DEVICE inline float replay_missed(const AdamConstants& c, const MissedSteps& missed, float parameter,
+                                       float exp_avg, float exp_avg_sq) {
+  return closed_form_holds(missed.closed_from, exp_avg, exp_avg_sq)
+             ? parameter - missed_drift(c.eps, missed.drift, missed.drift_eps, exp_avg, exp_avg_sq)
+             : replay_missed_slowly(c, missed, parameter, exp_avg, exp_avg_sq);
 }
 
 }  // namespace mgpu::math

@@ -2,8 +2,7 @@
 // loss_host.cpp: one pass over the rows of a band. Rows are arrays of 3 * width floats, so a window is eleven
 // taps at distance 3 in a row, and eleven rows; both are the same vector loop. What is alive at a time is
 // eleven rows of each map.
-#pragma GCC optimize("no-trapping-math", \
-                     "no-math-errno")  // so that loops with selects and roots become vectors
+#pragma GCC optimize("no-trapping-math", "no-math-errno")  // else loops with selects and roots stay scalar
 #include "splat/loss.h"
 
 #include <algorithm>

@@ -44,14 +44,21 @@ HOST_DEVICE inline void replay_noise(const AdamHistory& history, int64_t last_st
 HOST_DEVICE inline void replay_column(const AdamState& state, const math::AdamConstants& constants,
                                       const AdamHistory& history, int column, int64_t last_step,
                                       int64_t offset, int size, float* parameter) {
-  constexpr int kPiece = 16;
   const math::MissedSteps missed = missed_steps(history, column, last_step);
-  float exp_avg[kPiece], exp_avg_sq[kPiece];
-  for (int begin = 0; begin < size; begin += kPiece) {
-    const int piece = size - begin < kPiece ? size - begin : kPiece;
-    for (int i = 0; i < piece; ++i) exp_avg[i] = state.exp_avg[column][offset + begin + i];
-    for (int i = 0; i < piece; ++i) exp_avg_sq[i] = state.exp_avg_sq[column][offset + begin + i];
-    math::replay_missed(constants, missed, piece, parameter + begin, exp_avg, exp_avg_sq);
+  const float* exp_avg = state.exp_avg[column] + offset;
+  const float* exp_avg_sq = state.exp_avg_sq[column] + offset;
+  bool closed = true;  // for all components: then the loop has no branch
+  for (int i = 0; i < size; ++i)
+    closed &= math::closed_form_holds(missed.closed_from, exp_avg[i], exp_avg_sq[i]);
+  if (closed) {
+    for (int i = 0; i < size; ++i) {
+      parameter[i] -=
+          math::missed_drift(constants.eps, missed.drift, missed.drift_eps, exp_avg[i], exp_avg_sq[i]);
+    }
+  } else {
+    for (int i = 0; i < size; ++i) {
+      parameter[i] = math::replay_missed(constants, missed, parameter[i], exp_avg[i], exp_avg_sq[i]);
+    }
   }
 }
 

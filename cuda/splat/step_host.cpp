@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // step_host.cpp: each shard walks its own rows that were seen, in pieces of the row range.
-#pragma GCC optimize("no-trapping-math", \
-                     "no-math-errno")  // so that loops with selects and roots become vectors
+#pragma GCC optimize("no-trapping-math", "no-math-errno")  // else loops with selects and roots stay scalar
 #include "splat/step.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -13,6 +13,7 @@
 #include "mesh/fork_join.h"
 #include "splat/project.h"
 #include "splat/replay.h"
+#include "splat/step_check.h"
 
 namespace mgpu::splat {
 
@@ -21,62 +22,44 @@ namespace {
 constexpr int64_t kRowsPerPiece = 4096;
 constexpr int kMaxRowFloats = 11 + 3 * math::kMaxShCount;
 
-// Floats of one row in each column.
-std::array<int, kColumns> column_sizes(const SplatColumns& columns) {
-  return {3, 4, 3, 1, 3, 3 * columns.sh_rest};
-}
-
-std::array<float*, kColumns> column_pointers(const SplatColumns& columns) {
-  return {columns.means, columns.quats, columns.scales, columns.opacities, columns.sh0, columns.shN};
-}
-
-// A row with its moments, in registers (or nearly), from load to store.
+// A row with its moments in registers (or nearly), from load to store: flat arrays over all columns, so that
+// one vector loop serves them together.
 class RowInHand {
  public:
   RowInHand(const SplatColumns& columns, const AdamState& state, const AdamHistory& history)
-      : columns_(columns),
-        state_(state),
+      : state_(state),
         history_(history),
-        constants_(math::adam_constants(history.beta1, history.beta2, history.eps)),
-        pointer_(column_pointers(columns)),
-        size_(column_sizes(columns)),
-        in_hand_{value.mean, value.quat, value.log_scale, &value.opacity_logit, value.sh, value.sh + 3} {}
+        constants_(math::adam_constants(history.beta1, history.beta2, history.eps)) {
+    const std::array<float*, kColumns> data = {columns.means,     columns.quats, columns.scales,
+                                               columns.opacities, columns.sh0,   columns.shN};
+    const std::array<int, kColumns> size = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
+    for (size_t i = 0; i < kColumns; ++i) {
+      columns_[i] = {data[i], size[i], size_};
+      size_ += size[i];
+    }
+  }
 
   // Read the row and take the steps that it missed.
   void load(int64_t row) {
     row_ = row;
+    for (size_t i = 0; i < kColumns; ++i) {
+      const auto& [data, size, begin] = columns_[i];
+      std::copy_n(data + row * size, size, parameter() + begin);
+      std::copy_n(state_.exp_avg[i] + row * size, size, exp_avg_ + begin);
+      std::copy_n(state_.exp_avg_sq[i] + row * size, size, exp_avg_sq_ + begin);
+    }
     const int64_t last = state_.last_step[row];
-    float* moment = exp_avg_;
-    float* moment_sq = exp_avg_sq_;
-    for (size_t column = 0; column < kColumns; ++column) {
-      const int size = size_[column];
-      const int64_t offset = row * size;
-      std::copy_n(pointer_[column] + offset, size, in_hand_[column]);
-      std::copy_n(state_.exp_avg[column] + offset, size, moment);
-      std::copy_n(state_.exp_avg_sq[column] + offset, size, moment_sq);
-      if (last < history_.now) {
-        const math::MissedSteps missed = missed_steps(history_, static_cast<int>(column), last);
-        math::replay_missed(constants_, missed, size, in_hand_[column], moment, moment_sq);
-      }
-      moment += size;
-      moment_sq += size;
-    }
-    if (last < history_.now) {
-      replay_noise(history_, last, row, value.quat, value.log_scale, value.opacity_logit, value.mean);
-    }
+    if (last < history_.now) replay(last);
   }
 
-  // One step with the row's gradient, in the order of the columns.
-  void step(const History::Step& now, const float* gradient) {
-    int begin = 0;
-    for (size_t column = 0; column < kColumns; ++column) {
-      const int size = size_[column];
-      float* parameter = in_hand_[column];
-      for (int i = 0; i < size; ++i) {
-        math::adam_step(constants_, now.step_size[column], now.inv_sqrt_bc2, gradient[begin + i],
-                        parameter[i], exp_avg_[begin + i], exp_avg_sq_[begin + i]);
-      }
-      begin += size;
+  // One step with the row's gradient, in the order of the columns; `step_size` is spread over the floats of a
+  // row.
+  void step(const History::Step& now, const float* step_size, const float* gradient) {
+    float* value_of = parameter();
+#pragma GCC ivdep
+    for (int i = 0; i < size_; ++i) {
+      math::adam_step(constants_, step_size[i], now.inv_sqrt_bc2, gradient[i], value_of[i], exp_avg_[i],
+                      exp_avg_sq_[i]);
     }
     if (now.noise_scale > 0.0f) {
       const math::Random4 random = math::draw(history_.seed, math::Stream::kNoise, now.number, row_);
@@ -86,28 +69,75 @@ class RowInHand {
   }
 
   void store(int64_t last_step) {
-    int begin = 0;
-    for (size_t column = 0; column < kColumns; ++column) {
-      const int size = size_[column];
-      const int64_t offset = row_ * size;
-      std::copy_n(in_hand_[column], size, pointer_[column] + offset);
-      std::copy_n(exp_avg_ + begin, size, state_.exp_avg[column] + offset);
-      std::copy_n(exp_avg_sq_ + begin, size, state_.exp_avg_sq[column] + offset);
-      begin += size;
+    for (size_t i = 0; i < kColumns; ++i) {
+      const auto& [data, size, begin] = columns_[i];
+      std::copy_n(parameter() + begin, size, data + row_ * size);
+      std::copy_n(exp_avg_ + begin, size, state_.exp_avg[i] + row_ * size);
+      std::copy_n(exp_avg_sq_ + begin, size, state_.exp_avg_sq[i] + row_ * size);
     }
     state_.last_step[row_] = static_cast<int32_t>(last_step);
+  }
+
+  // Put one number per column to each of the column's floats.
+  void spread(const float* by_column, float* by_float) const {
+    for (size_t i = 0; i < kColumns; ++i)
+      std::fill_n(by_float + columns_[i].begin, columns_[i].size, by_column[i]);
   }
 
   RowValues value;
 
  private:
-  const SplatColumns& columns_;
+  // RowValues lists its floats in the order of the columns.
+  static_assert(sizeof(RowValues) == kMaxRowFloats * sizeof(float) &&
+                offsetof(RowValues, sh) == 11 * sizeof(float));
+  float* parameter() { return reinterpret_cast<float*>(&value); }
+
+  void replay(int64_t last) {
+    std::array<math::MissedSteps, kColumns> missed;
+    float by_column[kColumns], by_column_eps[kColumns];
+    for (size_t i = 0; i < kColumns; ++i) {
+      missed[i] = missed_steps(history_, static_cast<int>(i), last);
+      by_column[i] = missed[i].drift;
+      by_column_eps[i] = missed[i].drift_eps;
+    }
+    float* value_of = parameter();
+    bool closed = true;
+    for (int i = 0; i < size_; ++i) {
+      closed &= math::closed_form_holds(missed[0].closed_from, exp_avg_[i], exp_avg_sq_[i]);
+    }
+    if (closed) {
+      float drift[kMaxRowFloats], drift_eps[kMaxRowFloats];
+      spread(by_column, drift);
+      spread(by_column_eps, drift_eps);
+#pragma GCC ivdep
+      for (int i = 0; i < size_; ++i) {
+        value_of[i] -=
+            math::missed_drift(constants_.eps, drift[i], drift_eps[i], exp_avg_[i], exp_avg_sq_[i]);
+      }
+    } else {
+      for (size_t column = 0; column < kColumns; ++column) {
+        const int begin = columns_[column].begin;
+        for (int i = begin; i < begin + columns_[column].size; ++i) {
+          value_of[i] =
+              math::replay_missed(constants_, missed[column], value_of[i], exp_avg_[i], exp_avg_sq_[i]);
+        }
+      }
+    }
+    for (int i = 0; i < size_; ++i) exp_avg_[i] *= missed[0].beta1_power;
+    for (int i = 0; i < size_; ++i) exp_avg_sq_[i] *= missed[0].beta2_power;
+    replay_noise(history_, last, row_, value.quat, value.log_scale, value.opacity_logit, value.mean);
+  }
+
+  struct ColumnInHand {
+    float* data;  // of the whole column
+    int size;     // floats of a row
+    int begin;    // of them in the flat arrays
+  };
   const AdamState& state_;
   const AdamHistory& history_;
   math::AdamConstants constants_;
-  std::array<float*, kColumns> pointer_;
-  std::array<int, kColumns> size_;
-  std::array<float*, kColumns> in_hand_;
+  std::array<ColumnInHand, kColumns> columns_;
+  int size_ = 0;
   int64_t row_ = 0;
   float exp_avg_[kMaxRowFloats], exp_avg_sq_[kMaxRowFloats];
 };
@@ -161,34 +191,6 @@ void for_each_seen_row(const std::vector<RecordList>& lists, RowRange range, con
   }
 }
 
-void check_frames(const std::vector<const Frame*>& frames, const SplatColumns& columns,
-                  const History& history) {
-  for (size_t i = 0; i < frames.size(); ++i) {
-    const Frame& frame = *frames[i];
-    const std::string name = "Frame " + std::to_string(i) + " of the step ";
-    if (frame.columns.num_rows != columns.num_rows ||
-        (columns.num_rows > 0 && frame.columns.means != columns.means)) {
-      throw std::invalid_argument(name + "was rendered from another table, or from this one before it had " +
-                                  std::to_string(columns.num_rows) +
-                                  " rows. Call step() or zero_pending() before the table grows.");
-    }
-    if (!frame.replays || frame.history.now != history.now()) {
-      throw std::invalid_argument(name + "was not rendered with this optimizer at its step " +
-                                  std::to_string(history.now()) +
-                                  ". Render with render(..., optimizer=...) after the latest step().");
-    }
-    for (size_t shard = 0; shard < frame.shards.size(); ++shard) {
-      if (frame.shards[shard].grad.size() < frame.shards[shard].count) {
-        throw std::invalid_argument(name + "has no gradient yet: call backward() on its loss first.");
-      }
-      if (frame.homes[shard].begin != frames[0]->homes[shard].begin ||
-          frame.homes[shard].end != frames[0]->homes[shard].end) {
-        throw std::invalid_argument(name + "was rendered with other homes than frame 0.");
-      }
-    }
-  }
-}
-
 }  // namespace
 
 StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& columns, const AdamState& state,
@@ -238,7 +240,8 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
   for_each_piece("step", [&](size_t shard, RowRange range, size_t piece) {
     RowInHand hand(columns, state, missed);
     PieceSums& sum = sums[shard][piece];
-    float gradient[kMaxRowFloats];
+    float gradient[kMaxRowFloats], step_size[kMaxRowFloats];
+    hand.spread(now.step_size, step_size);
     float* dL_dmean = gradient;
     float* dL_dquat = gradient + 3;
     float* dL_dlog_scale = gradient + 7;
@@ -261,7 +264,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
         dL_dlog_scale[axis] += scale_weight * scale;
         sum.scale += scale;
       }
-      hand.step(now, gradient);
+      hand.step(now, step_size, gradient);
       hand.store(now.number);
     });
   });
