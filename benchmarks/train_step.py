@@ -16,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,15 @@ def measure(rows: int | None, steps: int) -> dict[str, Any]:
     seen = []
     for step in range(steps):
         view = cameras[step // 3 % 2]
-        image = times.run("render", lambda view=view: render(table, view, optimizer=adam)[0])
-        loss = times.run("loss", lambda image=image: l1_ssim_loss(image.rgb, target))
+        image = times.run("render", partial(render, table, view, optimizer=adam))[0]
+        loss = times.run("loss", partial(l1_ssim_loss, image.rgb, target))
         times.run("backward", loss.backward)
         times.run("step", adam.step)
         seen.append(adam.report["rows_seen"])
     for step in range(1, 4):
         adam.step()
         times.run("flush, all rows", adam.flush)
-        report = times.run("densify", lambda step=step: strategy.post_step(table, adam, step))
+        report = times.run("densify", partial(strategy.post_step, table, adam, step))
     medians = times.medians()
     return {
         "benchmark": "train_step",
