@@ -429,4 +429,11 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
   return value;
 }
 
+void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value) {
+  const LossValue all = l1_ssim(images, ssim_weight, dL_drgb);
+  value[0] = static_cast<float>(all.loss);
+  value[1] = static_cast<float>(all.l1);
+  value[2] = static_cast<float>(all.ssim);
+}
+
 }  // namespace mgpu::splat
