@@ -14,7 +14,8 @@ from ns_mgpu_splat.data.city.town import METRES_PER_UNIT, STREET, Layout, Town
 EYE_HEIGHT = 2.2  # metres; a camera on the roof of a car
 LANE = 1.6  # metres right of the centre line, clear of parked cars and trees
 STREET_STEP = 4.0  # metres between street pictures, at most
-FLIGHT_HEIGHT = 50.0  # metres; the tallest roof is below 30
+FLIGHT_HEIGHT = 54.0  # metres; the tallest roof is below 30
+FLIGHT_INSET = 18.0  # metres
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ def _look(position: tuple[float, float, float], heading: float, pitch: float) ->
 
 def _aerial(layout: Layout, count: int, rng: np.random.Generator) -> list[NDArray[np.float64]]:
     """A grid of targets; in turn seen aslant from four sides and from straight above."""
-    hx, hy = layout.half_size
+    # Targets keep off the edge of a small town, so that each view shows what others show too.
+    hx, hy = (h - min(FLIGHT_INSET, 0.4 * h) for h in layout.half_size)
     columns = max(1, round(math.sqrt(count * hx / hy)))
     rows = max(1, math.ceil(count / columns))
     cells = np.floor((np.arange(count) + 0.5) * (columns * rows / count)).astype(int)
-    poses = []
+    poses: list[NDArray[np.float64]] = []
     for k, cell in enumerate(cells):
         i, j = cell % columns, cell // columns
         if j % 2:
@@ -68,12 +70,13 @@ def _aerial(layout: Layout, count: int, rng: np.random.Generator) -> list[NDArra
         x = ((i + 0.5 + rng.uniform(-0.2, 0.2)) / columns * 2 - 1) * hx
         y = ((j + 0.5 + rng.uniform(-0.2, 0.2)) / rows * 2 - 1) * hy
         height = FLIGHT_HEIGHT + rng.uniform(-4, 6)
-        view = k % 5
+        # The turn moves on by one after each round, so that no regular hold-out takes one kind of view only.
+        view = (k % 5 + k // 5) % 5
         if view == 4:
             poses.append(_look((x, y, height), math.pi / 2 + rng.uniform(-0.2, 0.2), math.radians(-89.0)))
             continue
         heading = math.pi / 2 * (view + 1) + rng.uniform(-0.35, 0.35)
-        pitch = math.radians(rng.uniform(48, 58))
+        pitch = math.radians(rng.uniform(52, 62))
         back = height / math.tan(pitch)
         poses.append(
             _look((x - back * math.cos(heading), y - back * math.sin(heading), height), heading, -pitch)

@@ -208,7 +208,8 @@ def _write_pictures(town: Town, options: CityOptions, stage: Path, progress: Pro
     (stage / "images").mkdir()
     (stage / "depths").mkdir()
     wanted = int(np.clip(SEED_POINTS_AN_IMAGE * len(poses), MIN_SEED_POINTS, MAX_SEED_POINTS))
-    share = -(-wanted // len(poses))
+    anywhere = wanted // 4
+    share = -(-(wanted - anywhere) // len(poses))
 
     def take(index: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
         pose = poses[index]
@@ -236,10 +237,14 @@ def _write_pictures(town: Town, options: CityOptions, stage: Path, progress: Pro
             for future in waiting:
                 future.cancel()
             raise
+    # Views that were not taken may show what these do not: a few points lie on all surfaces.
+    rows = splats.sample_splats(town, anywhere, town.seed)
+    points.append(rows["means"])
+    colors.append(np.rint(np.clip(rows["sh0"] * splats.SH_C0 + 0.5, 0, 1) * 255).astype(np.uint8))
     sky_points, sky_colors = _sky_points(town)
-    write_point_cloud(
-        stage / "sparse_pc.ply", np.concatenate([*points, sky_points]), np.concatenate([*colors, sky_colors])
-    )
+    points.append(sky_points)
+    colors.append(sky_colors)
+    write_point_cloud(stage / "sparse_pc.ply", np.concatenate(points), np.concatenate(colors))
     (stage / "transforms.json").write_text(json.dumps(_transforms(poses, lens), indent=1) + "\n")
 
 
