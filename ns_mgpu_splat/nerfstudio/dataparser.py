@@ -60,7 +60,7 @@ class MgpuSplatDataParserConfig(DataParserConfig):
     COLMAP and 1 - train-split-fraction for Nerfstudio folders; "filename" looks for train or eval in the names; "all"
     trains on everything and measures on the same images."""
     train_split_fraction: float = 0.9
-    """Share of the images to train on where eval-mode is a fraction; the rest, evenly spread, is held out."""
+    """Share of the images to train on where eval-mode is a fraction; the rest, at least one, is held out."""
     eval_interval: int = 8
     """Hold out every n-th image by name where eval-mode is an interval; 8 is what papers report."""
     images_path: Path | None = None
@@ -218,6 +218,7 @@ class MgpuSplatDataParser(DataParser):
             width=column("width", torch.int64),
             height=column("height", torch.int64),
             camera_type=CameraType.PERSPECTIVE,
+            metadata={},  # ns-export cameras wants one
         )
 
     def _seeds(
@@ -313,7 +314,7 @@ def split_members(capture: Capture, config: MgpuSplatDataParserConfig, split: st
                 f"{capture.source}: eval-mode filename needs images with train and eval in their names."
             )
     else:
-        training = min(count, math.ceil(count * config.train_split_fraction))
+        training = max(1, min(count - 1, math.ceil(count * config.train_split_fraction)))
         kept = {round(i) for i in np.linspace(0, count - 1, training)}
         held = [i for i in everything if i not in kept]
     return sorted(set(everything) - set(held)) if split == "train" else held

@@ -557,6 +557,11 @@ class MgpuSplatModel(SplatfactoModel):
         if self.load_only:
             found = drop_bad_rows(found)
         rows = len(found["means"])
+        if rows > self.config.max_gaussians and not self.load_only:
+            raise CheckpointError(
+                f"The checkpoint has {rows:,} Gaussians, above the cap of {self.config.max_gaussians:,}. Use "
+                f"--pipeline.model.max-gaussians {rows} or more."
+            )
         if rows != self.table.num_rows:
             self.table.resize(rows, capacity=max(rows, self.config.max_gaussians))
         self.table.write_rows(0, {name: found[name] for name in kColumnOf.values()})

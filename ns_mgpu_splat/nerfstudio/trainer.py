@@ -78,7 +78,8 @@ class MgpuSplatTrainerConfig(TrainerConfig):
     """A preset such as configs/city.yml: its options hold where the command line does not say otherwise. Or the
     config.yml of an earlier run, which replaces the whole command line."""
     steps_per_save: int = 2_000
-    """Steps between checkpoints; there is one more at the end, on Ctrl-C and when memory runs out."""
+    """Steps between checkpoints; there is one more at the end, on Ctrl-C and when memory runs out. Raise it if saving
+    takes a noticeable part of the time."""
     steps_per_eval_batch: int = 0
     """Steps between losses of a held-out image; 0 for never, since steps-per-eval-image says more."""
     steps_per_eval_image: int = 500
@@ -290,7 +291,8 @@ class MgpuSplatTrainer(Trainer):
         if len(self.pipeline.datamanager.eval_dataset) > 0:
             with self.train_lock, self._random_state_kept():
                 self.eval_iteration(step)
-        if step_check(step, self.config.steps_per_save) and step + 1 < self.config.max_num_iterations:
+        # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
+        if (step + 1) % max(1, self.config.steps_per_save) == 0 and step + 1 < self.config.max_num_iterations:
             self.save_checkpoint(step)
         writer.write_out_storage()
 

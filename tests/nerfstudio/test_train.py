@@ -55,7 +55,7 @@ def resumed(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFac
     part = folder / "tiny" / "mgpu-splat" / "part" / "nerfstudio_models"
     results = train_many(
         [
-            [*data, "--timestamp", "whole", "--max-num-iterations", 40],
+            [*data, "--timestamp", "whole", "--max-num-iterations", 40, "--steps-per-save", 20],
             [*data, "--timestamp", "part", "--max-num-iterations", 20],
             [*data, "--timestamp", "again", "--max-num-iterations", 40, "--load-dir", part],
             [*data, "--timestamp", "done", "--max-num-iterations", 20, "--load-dir", part],
@@ -69,7 +69,7 @@ def resumed(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFac
         MGPU_DEVICES="cpu:3",
     )
     assert result["code"] == 0, result
-    assert "saved on 1 shards, this is 3" in str(result["out"]).replace("\n", " ")
+    assert "saved on 1 shards, this is 3" in " ".join(str(result["out"]).split())
     return folder / "tiny" / "mgpu-splat"
 
 
@@ -95,13 +95,13 @@ def test_resuming_changes_the_parameters(resumed: Path) -> None:
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(resumed: Path) -> None:
+    """Both save after 20 steps: the noise that rows out of view missed is drawn when they catch up, as in saving."""
     whole, again = last(resumed, "whole"), last(resumed, "again")
     for kind in (columns, moments):
         expected, found = kind(whole), kind(again)
         assert expected.keys() == found.keys()
         for name, value in expected.items():
-            # bit for bit but for rows that a flush brings up to date earlier: the same steps in another grouping
-            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
+            assert torch.equal(found[name], value), name
 
 
 def test_a_run_resumed_on_other_shards_stays_close_to_the_uninterrupted_one(resumed: Path) -> None:
