@@ -239,6 +239,11 @@ def _digest(path: Path, root: Path, seen: dict[Path, str]) -> str:
     return digest.hexdigest()
 
 
+def _object_key(path: Path, compiler: Compiler, root: Path, seen: dict[Path, str]) -> str:
+    """Name of a source's object in the cache; `seen` holds the texts of files already read."""
+    return hashlib.sha256((compiler.key() + _digest(path, root, seen)).encode()).hexdigest()[:24]
+
+
 @dataclass(frozen=True)
 class Source:
     """One file to compile, with the compiler for it and the key of its object."""
@@ -261,7 +266,7 @@ def _sources(flavour: str) -> list[Source]:
     sources = []
     for path in paths:
         compiler = cuda_compiler() if path.suffix == ".cu" else host_compiler(flavour)
-        key = hashlib.sha256((compiler.key() + _digest(path, root, seen)).encode()).hexdigest()[:24]
+        key = _object_key(path, compiler, root, seen)
         heavy = (
             any(mark in seen[path] for mark in ("<torch/", "<ATen/", "<c10/", "<cub/"))
             or path.suffix == ".cu"
@@ -320,6 +325,10 @@ def _compile(sources: list[Source], objects: Path, cache: Path, verbose: bool) -
         try:
             name = source.path.relative_to(root)
             _run(command, f"Compiling {name}", cache / "logs" / f"{source.path.name}.log")
+            if _object_key(source.path, source.compiler, source_root().resolve(), {}) != source.key:
+                raise BuildError(
+                    f"{name} or a header of it was edited while it was being compiled; start again."
+                )
             os.replace(aside, target)
         finally:
             aside.unlink(missing_ok=True)
