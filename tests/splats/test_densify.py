@@ -13,6 +13,7 @@ import ns_mgpu_splat
 from ns_mgpu_splat import Camera, SplatTable, render
 from ns_mgpu_splat.device import native
 from ns_mgpu_splat.splats.densify import McmcStrategy
+from ns_mgpu_splat.splats.loss import l1_ssim_loss
 from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.table import COLUMNS
 
@@ -219,6 +220,55 @@ def test_strategy_moves_the_dead_onto_the_living(device: torch.device) -> None:
     moved = (after["opacities"] != before["opacities"]).nonzero()[:, 0].tolist()
     for name in COLUMNS:
         assert float(adam.exp_avg[name].cpu()[moved].abs().sum()) == 0.0
+
+
+def orbit(angle: float, height: float) -> Camera:
+    """On a circle of radius 4, looking at the origin; 80 x 60 pixels."""
+    centre = torch.tensor([4 * math.cos(angle), height, 4 * math.sin(angle)])
+    forward = -centre / centre.norm()
+    right = torch.linalg.cross(forward, torch.tensor([0.0, 1.0, 0.0]))
+    right = right / right.norm()
+    viewmat = torch.eye(4)
+    viewmat[:3, :3] = torch.stack([right, torch.linalg.cross(forward, right), forward])
+    viewmat[:3, 3] = -viewmat[:3, :3] @ centre
+    return Camera(viewmat, 90.0, 90.0, 40.0, 30.0, 80, 60)
+
+
+def test_training_with_densification_fits_held_out_views(device: torch.device) -> None:
+    """All parts together: from 300 grey points at random places to the picture of a coloured, dented ball."""
+    generator = torch.Generator().manual_seed(0)
+    ball = torch.randn(2000, 3, generator=generator)
+    ball = ball / ball.norm(dim=1, keepdim=True)
+    ball = ball * (1 + 0.3 * torch.sin(5 * ball[:, :1]))
+    truth = SplatTable.from_points(ball, 0.5 + 0.5 * torch.sin(6 * ball), sh_degree=0, opacity=0.9)
+    train = [orbit(2 * math.pi * i / 10, math.sin(i)) for i in range(10)]
+    held = [orbit(2 * math.pi * (i + 0.5) / 10, 0.3) for i in range(0, 10, 3)]
+    with torch.no_grad():
+        targets = [(image.rgb.clamp(0, 1) * 255).round().to(torch.uint8) for image in render(truth, train)]
+        unseen = [image.rgb for image in render(truth, held)]
+    seeds = 0.8 * torch.randn(300, 3, generator=generator)
+    table = SplatTable.from_points(seeds, max_gaussians=600, sh_degree=1, opacity=0.5).requires_grad_(True)
+    lrs = {"means": 1.6e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 1e-2, "shN": 5e-4}
+    adam = SplatAdam(table, lrs, opacity_reg=0.01, scale_reg=0.01, noise_lr=5e4)
+    strategy = McmcStrategy(600, refine_start=20, refine_stop=300, refine_every=10)
+
+    def psnr() -> float:
+        adam.flush()
+        with torch.no_grad():
+            pairs = zip(render(table, held), unseen, strict=True)
+            return sum(
+                float(-10 * ((image.rgb - truth) ** 2).mean().log10()) for image, truth in pairs
+            ) / len(held)
+
+    before = psnr()
+    for step in range(1, 401):
+        view = 7 * step % 10
+        l1_ssim_loss(render(table, train[view], optimizer=adam)[0].rgb, targets[view]).backward()
+        adam.step({"means": 1.6e-3 * 0.01 ** (step / 400)})
+        strategy.post_step(table, adam, step)
+    assert table.num_rows == 600
+    assert psnr() > before + 8
+    assert psnr() > 18
 
 
 def test_refinement_schedule(device: torch.device) -> None:
