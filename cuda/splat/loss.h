@@ -38,7 +38,8 @@ struct LossValue {
 // Sums are taken row by row in double: the same bits on any mesh.
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb);
 
-// The same, with loss, L1 and SSIM written to `value` [3], memory of a tensor: the host does not wait for them.
+// The same, with loss, L1 and SSIM written to `value` [3], memory of a tensor: the host does not wait for
+// them.
 void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value);
 
 // Rows of the image that a shard works on.

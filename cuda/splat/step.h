@@ -20,7 +20,7 @@ struct StepSettings {
   double noise_scale = 0.0;            // MCMC noise: lr of the means times noise_lr
   double opacity_reg = 0.0;            // weight of the mean opacity of the rows seen in this step
   double scale_reg = 0.0;              // weight of the mean scale of the rows seen, over rows and axes
-  bool wanted_means = true;            // of the report; without them a step of one view does not wait for the GPU
+  bool wanted_means = true;  // of the report; without them a step of one view does not wait for the GPU
 };
 
 struct StepReport {

@@ -9,8 +9,9 @@
 
 namespace mgpu::splat {
 
-// Throws std::invalid_argument, naming the frame, unless all are of this table as it is now and at the history's step, have
-// gradients, and agree on the homes.
-void check_frames(const std::vector<const Frame*>& frames, const SplatColumns& columns, const History& history);
+// Throws std::invalid_argument, naming the frame, unless all are of this table as it is now and at the
+// history's step, have gradients, and agree on the homes.
+void check_frames(const std::vector<const Frame*>& frames, const SplatColumns& columns,
+                  const History& history);
 
 }  // namespace mgpu::splat
