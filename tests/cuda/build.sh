@@ -1,0 +1,26 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# build.sh FOLDER: compile check_stages and the torch-free part of the CUDA flavour into FOLDER. JOBS compilers at a time.
+set -eu
+cd "$(dirname "$0")/../.."
+out=$1
+mkdir -p "$out"
+cuda=${CUDA_HOME:-/usr/local/cuda}
+arch=${MGPU_CUDA_ARCHS:-90}
+sources="cuda/splat/*.cu cuda/splat/*_cuda.cpp cuda/splat/assign.cpp cuda/splat/history.cpp cuda/splat/step_check.cpp
+  cuda/mesh/mesh.cpp cuda/mesh/fork_join.cpp cuda/mesh/fork_join_cuda.cpp cuda/memory/buffer_cuda.cpp tests/cuda/check_stages.cpp"
+compile() {
+  object=$out/$(basename "$1").o
+  if [ "$object" -nt "$1" ] && [ -z "$(find cuda -name '*.h' -newer "$object")" ]; then return; fi
+  case $1 in
+    *.cu) "$cuda/bin/nvcc" -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch --expt-relaxed-constexpr --extended-lambda \
+      -lineinfo -Icuda -DMGPU_CUDA=1 -c "$1" -o "$object" ;;
+    *) g++ -std=c++20 -O2 -Wall -Wno-unknown-pragmas -Wno-psabi -Icuda -I"$cuda/include" -DMGPU_CUDA=1 -c "$1" -o "$object" ;;
+  esac
+}
+export -f compile
+export out cuda arch
+# shellcheck disable=SC2086
+ls $sources | xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'compile {}'
+"$cuda/bin/nvcc" -gencode=arch=compute_$arch,code=sm_$arch "$out"/*.o -o "$out/check_stages" -lpthread
+echo "$out/check_stages"

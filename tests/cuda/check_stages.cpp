@@ -1,0 +1,1044 @@
+// SPDX-License-Identifier: Apache-2.0
+// check_stages.cpp: every stage of the CUDA flavour against a plain evaluation on the host from the same cuda/math
+// headers, without torch. Prints a table and fails on the first column that is out of its tolerance.
+// Each stage is fed with what the GPU's stage before it gave, so that an error shows where it is made.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "math/gaussian.h"
+#include "math/relocation.h"
+#include "math/sh.h"
+#include "math/ssim.h"
+#include "memory/temporaries.h"
+#include "memory/transfer.h"
+#include "mesh/fork_join.h"
+#include "mesh/launch.h"
+#include "splat/assign.h"
+#include "splat/bin.h"
+#include "splat/exchange.h"
+#include "splat/history.h"
+#include "splat/loss.h"
+#include "splat/pipeline.h"
+#include "splat/project.h"
+#include "splat/relocate.h"
+#include "splat/replay.h"
+#include "splat/step.h"
+
+using namespace mgpu;
+using namespace mgpu::splat;
+
+namespace {
+
+int failures = 0;
+
+void report(const std::string& what, const char* measure, double value, double tolerance) {
+  const bool good = value <= tolerance;  // NaN fails
+  if (!good) ++failures;
+  std::printf("%-4s %-52s %-22s %.3e (<= %.0e)\n", good ? "ok" : "BAD", what.c_str(), measure, value, tolerance);
+  std::fflush(stdout);
+}
+
+// ---- differences
+
+struct Difference {
+  double squared = 0, norm = 0, largest = 0, scale = 0;
+  void add(double got, double want) {
+    const double d = std::isnan(got) && std::isnan(want) ? 0.0 : got - want;
+    squared += d * d;
+    norm += std::isnan(want) ? 0.0 : want * want;
+    largest = std::isnan(d) ? d : std::max(largest, std::fabs(d));
+    scale = std::max(scale, std::isnan(want) ? 0.0 : std::fabs(want));
+  }
+  double relative() const { return squared == 0 ? 0.0 : std::sqrt(squared / std::max(norm, 1e-30)); }
+  double of_largest() const { return largest == 0 ? 0.0 : largest / std::max(scale, 1e-30); }
+};
+
+// ---- scenes
+
+constexpr int kFloats[kColumns] = {3, 4, 3, 1, 3, 45};
+
+struct Table {  // on the host and on the GPU of shard 0
+  int64_t rows;
+  std::vector<float> column[kColumns], exp_avg[kColumns], exp_avg_sq[kColumns];
+  std::vector<int32_t> last_step;
+  Buffer<float> device_column[kColumns], device_exp_avg[kColumns], device_exp_avg_sq[kColumns];
+  Buffer<int32_t> device_last_step;
+
+  SplatColumns host() { return columns(column); }
+  SplatColumns device() {
+    return {device_column[0].data(), device_column[1].data(), device_column[2].data(), device_column[3].data(),
+            device_column[4].data(), device_column[5].data(), rows, 15};
+  }
+  AdamState host_state() {
+    AdamState state{};
+    for (int i = 0; i < kColumns; ++i) {
+      state.exp_avg[i] = exp_avg[i].data();
+      state.exp_avg_sq[i] = exp_avg_sq[i].data();
+    }
+    state.last_step = last_step.data();
+    return state;
+  }
+  AdamState device_state() {
+    AdamState state{};
+    for (int i = 0; i < kColumns; ++i) {
+      state.exp_avg[i] = device_exp_avg[i].data();
+      state.exp_avg_sq[i] = device_exp_avg_sq[i].data();
+    }
+    state.last_step = device_last_step.data();
+    return state;
+  }
+  void send() {
+    for (int i = 0; i < kColumns; ++i) {
+      device_column[i] = to_buffer(column[i], 0);
+      device_exp_avg[i] = to_buffer(exp_avg[i], 0);
+      device_exp_avg_sq[i] = to_buffer(exp_avg_sq[i], 0);
+    }
+    device_last_step = to_buffer(last_step, 0);
+    synchronise_shards();
+  }
+  SplatColumns columns(std::vector<float>* from) {
+    return {from[0].data(), from[1].data(), from[2].data(), from[3].data(), from[4].data(), from[5].data(), rows, 15};
+  }
+};
+
+// Numbers of one row: the same on any number of threads.
+class RowRandom {
+ public:
+  RowRandom(uint64_t seed, int64_t row) : state_(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(row) * 0xD1B54A32D192ED03ull) {}
+  float unit() {  // splitmix64
+    uint64_t z = state_ += 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return (static_cast<float>((z ^ (z >> 31)) >> 40) + 0.5f) * 0x1p-24f;
+  }
+  float normal() { return std::sqrt(-2.f * std::log(unit())) * std::cos(6.2831853f * unit()); }
+
+ private:
+  uint64_t state_;
+};
+
+void fill_row(Table& table, int64_t row, uint64_t seed, float log_scale, bool odd_rows, int64_t base, int64_t now) {
+  RowRandom random(seed, row);
+  float* mean = &table.column[0][3 * row];
+  mean[0] = 6.f * random.unit() - 3.f;
+  mean[1] = 4.f * random.unit() - 2.f;
+  mean[2] = 8.f * random.unit() - 2.f;
+  for (int i = 0; i < 4; ++i) table.column[1][4 * row + i] = random.normal();
+  for (int i = 0; i < 3; ++i) table.column[2][3 * row + i] = log_scale + random.normal();
+  table.column[3][row] = 2.f * random.normal();
+  for (int i = 0; i < 3; ++i) table.column[4][3 * row + i] = random.normal();
+  for (int i = 0; i < 45; ++i) table.column[5][45 * row + i] = 0.2f * random.normal();
+  const int64_t last = base + static_cast<int64_t>(random.unit() * static_cast<float>(now - base + 1));
+  table.last_step[row] = static_cast<int32_t>(std::min(last, now));
+  const bool silent = row % 5 == 0;
+  for (int c = 0; c < kColumns; ++c) {
+    for (int i = 0; i < kFloats[c]; ++i) {
+      const size_t at = static_cast<size_t>(row * kFloats[c] + i);
+      table.exp_avg[c][at] = silent ? 0.f : 1e-4f * random.normal();
+      table.exp_avg_sq[c][at] = silent ? 0.f : 1e-8f * (0.1f + random.unit());
+    }
+  }
+  if (odd_rows && row % 1009 == 3) mean[1] = NAN;
+  if (odd_rows && row % 1013 == 5) table.column[5][45 * row + 7] = NAN;
+  if (odd_rows && row % 1019 == 7) table.column[2][3 * row] = INFINITY;
+}
+
+Table make_table(int64_t rows, uint64_t seed, float log_scale, bool odd_rows, int64_t base, int64_t now) {
+  Table table;
+  table.rows = rows;
+  for (int i = 0; i < kColumns; ++i) {
+    table.column[i].resize(static_cast<size_t>(rows * kFloats[i]));
+    table.exp_avg[i].resize(table.column[i].size());
+    table.exp_avg_sq[i].resize(table.column[i].size());
+  }
+  table.last_step.resize(static_cast<size_t>(rows));
+  parallel_for(rows, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) fill_row(table, row, seed, log_scale, odd_rows, base, now);
+  });
+  table.send();
+  return table;
+}
+
+std::vector<View> make_views(int count, int width, int height) {
+  std::vector<View> views;
+  int64_t tile_begin = 0;
+  for (int v = 0; v < count; ++v) {
+    const double angle = 0.25 * v;
+    const float c = static_cast<float>(std::cos(angle)), s = static_cast<float>(std::sin(angle));
+    const float viewmat[16] = {c, 0, s, 0.1f * v, 0, 1, 0, -0.05f * v, -s, 0, c, 4.f, 0, 0, 0, 1};
+    const int w = std::max(1, width - 37 * v), h = std::max(1, height - 21 * v);
+    views.push_back(make_view(viewmat, 0.9 * w, 0.95 * w, 0.5 * w + 3, 0.48 * h, w, h, tile_begin));
+    tile_begin += views.back().tile_count();
+  }
+  return views;
+}
+
+Frame make_frame(Table& table, const std::vector<View>& views, const History* history, int degree, bool antialiased, bool deterministic) {
+  Frame frame;
+  frame.views = views;
+  frame.settings.sh_degree = degree;
+  frame.settings.antialiased = antialiased;
+  frame.settings.deterministic = deterministic;
+  frame.settings.background[0] = 0.2f;
+  frame.settings.background[1] = 0.5f;
+  frame.settings.background[2] = 0.9f;
+  frame.columns = table.device();
+  if (history) {
+    frame.state = table.device_state();
+    frame.history = history->view();
+    frame.replays = true;
+  }
+  for (int s = 0; s < mesh().size(); ++s) frame.homes.push_back(equal_chunk(table.rows, s, mesh().size()));
+  return frame;
+}
+
+struct Images {
+  std::vector<Buffer<float>> rgb, depth, accumulation;
+  explicit Images(const std::vector<View>& views) {
+    for (const View& view : views) {
+      const int64_t pixels = int64_t{view.width} * view.height;
+      rgb.emplace_back(3 * pixels, 0);
+      depth.emplace_back(pixels, 0);
+      accumulation.emplace_back(pixels, 0);
+    }
+  }
+  std::vector<ImagePointers> pointers() {
+    std::vector<ImagePointers> out;
+    for (size_t v = 0; v < rgb.size(); ++v) out.push_back({rgb[v].data(), depth[v].data(), accumulation[v].data()});
+    return out;
+  }
+  std::vector<ImageGradPointers> grads(bool with_depth) {
+    std::vector<ImageGradPointers> out;
+    for (size_t v = 0; v < rgb.size(); ++v) out.push_back({rgb[v].data(), with_depth ? depth[v].data() : nullptr, accumulation[v].data()});
+    return out;
+  }
+  void fill(uint64_t seed) {
+    std::mt19937_64 engine(seed);
+    std::normal_distribution<float> normal;
+    for (auto* list : {&rgb, &depth, &accumulation}) {
+      for (Buffer<float>& buffer : *list) {
+        std::vector<float> values(static_cast<size_t>(buffer.size()));
+        for (float& value : values) value = normal(engine);
+        upload(buffer.data(), values.data(), buffer.size(), 0);
+      }
+    }
+  }
+};
+
+// ---- what the GPU has, by stage
+
+struct HomeRecords {
+  std::vector<int64_t> row;
+  std::vector<int32_t> view;
+  std::vector<Record> record;
+};
+
+HomeRecords home_records(const Frame& frame, size_t shard) {
+  const ShardRecords& in = frame.shards[shard];
+  return {to_vector(in.row, in.count), to_vector(in.view, in.count), to_vector(in.record, in.count)};
+}
+
+std::vector<Record> received(const Frame& frame, size_t owner) {
+  return frame.homes.size() == 1 ? to_vector(frame.shards[0].record, frame.shards[0].count) : to_vector(frame.owners[owner].record);
+}
+std::vector<int32_t> received_view(const Frame& frame, size_t owner) {
+  return frame.homes.size() == 1 ? to_vector(frame.shards[0].view, frame.shards[0].count) : to_vector(frame.owners[owner].view);
+}
+std::vector<int32_t> entries(const Frame& frame, size_t owner) {
+  std::vector<int32_t> out = to_vector(frame.owners[owner].entry_record);
+  for (const TileEntry& entry : to_vector(frame.owners[owner].entry)) out.push_back(entry.record);
+  return out;
+}
+
+template <typename Visit>
+void for_each_tile(const View& view, const Record& record, const Visit& visit) {
+  math::TileEllipse ellipse;
+  if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return;
+  for (int y = record.tile_rect[1]; y < record.tile_rect[3]; ++y) {
+    const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
+    for (int x = span.begin; x < span.end; ++x) visit(view.tile_begin + int64_t{y} * view.tiles_x + x);
+  }
+}
+
+// ---- stages
+
+void check_project(const std::string& name, const Frame& frame, Table& table, const AdamHistory* history) {
+  const SplatColumns columns = table.host();
+  const AdamState state = table.host_state();
+  Difference mean2d, conic, opacity, rgb, depth;
+  int64_t total = 0, missing = 0, rects = 0;
+  for (size_t shard = 0; shard < frame.shards.size(); ++shard) {
+    const HomeRecords got = home_records(frame, shard);
+    size_t next = 0;
+    for (size_t v = 0; v < frame.views.size(); ++v) {
+      if (frame.shards[shard].view_begin[v] != static_cast<int64_t>(next)) ++missing;
+      for (int64_t row = frame.homes[shard].begin; row < frame.homes[shard].end; ++row) {
+        RowValues values;
+        math::Projected p;
+        float colour[3], direction[3];
+        replay_geometry(columns, history ? &state : nullptr, history, row, values.mean, values.quat, values.log_scale, values.opacity_logit);
+        bool visible = math::project_gaussian(frame.views[v], values.mean, values.quat, values.log_scale, values.opacity_logit,
+                                              frame.settings.antialiased, p);
+        if (visible) {
+          replay_sh(columns, history ? &state : nullptr, history, row, frame.settings.sh_count(), values.sh);
+          for (int i = 0; i < 3; ++i) direction[i] = values.mean[i] - frame.views[v].centre[i];
+          visible = math::eval_sh(frame.settings.sh_degree, direction, values.sh, colour);
+        }
+        const bool has = next < got.row.size() && got.row[next] == row && got.view[next] == static_cast<int32_t>(v);
+        if (visible != has) ++missing;
+        total += visible;
+        if (!has) continue;
+        const Record& record = got.record[next++];
+        if (!visible) continue;
+        for (int i = 0; i < 2; ++i) mean2d.add(record.mean2d[i], p.mean2d[i]);
+        for (int i = 0; i < 3; ++i) conic.add(record.conic[i], p.conic[i]);
+        for (int i = 0; i < 3; ++i) rgb.add(record.rgb[i], colour[i]);
+        opacity.add(record.opacity, p.opacity);
+        depth.add(record.depth, p.depth);
+        rects += std::memcmp(record.tile_rect, p.tile_rect, sizeof p.tile_rect) != 0;
+      }
+    }
+    if (next != got.row.size()) ++missing;
+  }
+  std::printf("     %-52s %lld records\n", (name + " project").c_str(), static_cast<long long>(total));
+  report(name + " project", "visibility differs", static_cast<double>(missing), 2 + 1e-5 * static_cast<double>(total));
+  report(name + " project", "tile_rect differs", static_cast<double>(rects), 2 + 1e-4 * static_cast<double>(total));
+  report(name + " project", "mean2d rel L2", mean2d.relative(), 1e-5);
+  report(name + " project", "conic rel L2", conic.relative(), 1e-4);
+  report(name + " project", "opacity rel L2", opacity.relative(), 1e-5);
+  report(name + " project", "rgb rel L2", rgb.relative(), 1e-5);
+  report(name + " project", "depth rel L2", depth.relative(), 1e-5);
+}
+
+void check_exchange_and_bin(const std::string& name, const Frame& frame) {
+  int64_t wrong_records = 0, wrong_pairs = 0, pairs = 0, order = 0;
+  for (size_t o = 0; o < frame.owners.size(); ++o) {
+    const TileOwner& owner = frame.owners[o];
+    // what the owner should have received
+    std::vector<Record> want;
+    std::vector<int32_t> want_view;
+    for (size_t home = 0; home < frame.homes.size(); ++home) {
+      const HomeRecords in = home_records(frame, home);
+      for (size_t i = 0; i < in.row.size(); ++i) {
+        bool touches = frame.homes.size() == 1;
+        for_each_tile(frame.views[in.view[i]], in.record[i], [&](int64_t tile) { touches |= tile >= owner.tiles.begin && tile < owner.tiles.end; });
+        if (!touches) continue;
+        want.push_back(in.record[i]);
+        want_view.push_back(in.view[i]);
+      }
+    }
+    const std::vector<Record> got = received(frame, o);
+    const std::vector<int32_t> got_view = received_view(frame, o);
+    wrong_records += got.size() != want.size();
+    for (size_t i = 0; i < std::min(got.size(), want.size()); ++i) {
+      wrong_records += std::memcmp(&got[i], &want[i], sizeof(Record)) != 0 || got_view[i] != want_view[i];
+    }
+    // lists of its tiles
+    std::vector<std::vector<std::pair<float, int32_t>>> lists(static_cast<size_t>(owner.tiles.size()));
+    for (size_t i = 0; i < got.size(); ++i) {
+      for_each_tile(frame.views[got_view[i]], got[i], [&](int64_t tile) {
+        if (tile >= owner.tiles.begin && tile < owner.tiles.end) lists[tile - owner.tiles.begin].emplace_back(got[i].depth, static_cast<int32_t>(i));
+      });
+    }
+    const std::vector<int32_t> entry = entries(frame, o);
+    const std::vector<int64_t> begin = to_vector(owner.tile_begin);
+    for (size_t tile = 0; tile < lists.size(); ++tile) {
+      auto& list = lists[tile];
+      std::stable_sort(list.begin(), list.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+      const std::vector<int32_t> have(entry.begin() + begin[tile], entry.begin() + begin[tile + 1]);
+      pairs += static_cast<int64_t>(list.size());
+      for (size_t i = 0; i + 1 < have.size(); ++i) {
+        const float a = got[have[i]].depth, b = got[have[i + 1]].depth;
+        order += !(a < b || (a == b && have[i] < have[i + 1]));
+      }
+      std::vector<int32_t> expected;
+      for (const auto& [depth, record] : list) expected.push_back(record);
+      if (have == expected) continue;
+      std::vector<int32_t> a = have, b = expected, difference;
+      std::sort(a.begin(), a.end());
+      std::sort(b.begin(), b.end());
+      std::set_symmetric_difference(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(difference));
+      wrong_pairs += std::max<int64_t>(1, static_cast<int64_t>(difference.size()));
+    }
+  }
+  std::printf("     %-52s %lld pairs\n", (name + " bin").c_str(), static_cast<long long>(pairs));
+  report(name + " exchange", "records differ", static_cast<double>(wrong_records), 0);
+  report(name + " bin", "pairs differ", static_cast<double>(wrong_pairs), 1e-6 * static_cast<double>(pairs));
+  report(name + " bin", "order broken", static_cast<double>(order), 0);
+}
+
+// Blends the GPU's lists again, and walks them back with the adjoint of tile.h.
+void check_blend(const std::string& name, const Frame& frame, const Images& images, const Images* grads, bool with_depth) {
+  Difference rgb, depth, light;
+  int64_t far = 0, pixels = 0;
+  std::vector<std::vector<std::array<double, 12>>> sums(frame.owners.size());
+  struct HostImage { std::vector<float> rgb, depth, accumulation; };
+  std::vector<HostImage> image, grad;
+  for (size_t v = 0; v < frame.views.size(); ++v) {
+    image.push_back({to_vector(images.rgb[v]), to_vector(images.depth[v]), to_vector(images.accumulation[v])});
+    if (grads) grad.push_back({to_vector(grads->rgb[v]), to_vector(grads->depth[v]), to_vector(grads->accumulation[v])});
+  }
+  const float* background = frame.settings.background;
+  for (size_t o = 0; o < frame.owners.size(); ++o) {
+    const TileOwner& owner = frame.owners[o];
+    const std::vector<Record> record = received(frame, o);
+    const std::vector<int32_t> entry = entries(frame, o);
+    const std::vector<int64_t> begin = to_vector(owner.tile_begin);
+    sums[o].assign(record.size(), {});
+    for (int64_t tile = 0; tile < owner.tiles.size(); ++tile) {
+      size_t v = frame.views.size() - 1;
+      while (frame.views[v].tile_begin > owner.tiles.begin + tile) --v;
+      const View& view = frame.views[v];
+      const int64_t local = owner.tiles.begin + tile - view.tile_begin;
+      const int x0 = static_cast<int>(local % view.tiles_x) * kTileSize, y0 = static_cast<int>(local / view.tiles_x) * kTileSize;
+      for (int i = 0; i < kTilePixels; ++i) {
+        const int x = x0 + i % kTileSize, y = y0 + i / kTileSize;
+        if (x >= view.width || y >= view.height) continue;
+        float live = 1.f, kept = 1.f, colour[3] = {}, z = 0.f;
+        int64_t last = -1;
+        for (int64_t e = begin[tile]; e < begin[tile + 1] && live > 0.f; ++e) {
+          const Record& r = record[entry[e]];
+          const math::BlendRow row = math::make_blend_row(r.mean2d, r.conic, r.opacity, static_cast<float>(y) + 0.5f);
+          bool contributes;
+          const float weight = math::blend_step(math::uncapped_alpha(row, static_cast<float>(x) + 0.5f - row.x), live, kept, contributes);
+          for (int c = 0; c < 3; ++c) colour[c] += weight * r.rgb[c];
+          z += weight * r.depth;
+          if (contributes) last = e;
+        }
+        const size_t at = static_cast<size_t>(y) * view.width + x;
+        bool off = false;
+        for (int c = 0; c < 3; ++c) {
+          const float want = colour[c] + kept * background[c];
+          off |= !(std::fabs(image[v].rgb[3 * at + c] - want) <= 1e-4f * std::max(1.f, std::fabs(want)));
+          rgb.add(image[v].rgb[3 * at + c], want);
+        }
+        depth.add(image[v].depth[at], z);
+        light.add(image[v].accumulation[at], 1.0 - kept);
+        far += off;
+        ++pixels;
+        if (!grads) continue;
+        const float* g = &grad[v].rgb[3 * at];
+        const float gz = with_depth ? grad[v].depth[at] : 0.f;
+        float transmittance = kept;
+        float behind = kept * (background[0] * g[0] + background[1] * g[1] + background[2] * g[2] - grad[v].accumulation[at]);
+        for (int64_t e = last; e >= begin[tile]; --e) {
+          const Record& r = record[entry[e]];
+          const float dx = static_cast<float>(x) + 0.5f - r.mean2d[0], dy = static_cast<float>(y) + 0.5f - r.mean2d[1];
+          const math::BlendRow row = math::make_blend_row(r.mean2d, r.conic, r.opacity, static_cast<float>(y) + 0.5f);
+          const float dot = g[0] * r.rgb[0] + g[1] * r.rgb[1] + g[2] * r.rgb[2] + gz * r.depth;
+          float weight;
+          const float s = math::blend_step_backward(math::uncapped_alpha(row, dx), dot, true, transmittance, behind, weight);
+          auto& sum = sums[o][entry[e]];
+          const double along_x = r.conic[0] * dx + r.conic[1] * dy, along_y = r.conic[1] * dx + r.conic[2] * dy;
+          sum[0] -= s * along_x;
+          sum[1] -= s * along_y;
+          sum[2] += 0.5 * s * dx * dx;
+          sum[3] += double{s} * dx * dy;
+          sum[4] += 0.5 * s * dy * dy;
+          sum[5] -= s / r.opacity;
+          for (int c = 0; c < 3; ++c) sum[6 + c] += double{weight} * g[c];
+          sum[9] += double{weight} * gz;
+          sum[10] += std::fabs(s * along_x);
+          sum[11] += std::fabs(s * along_y);
+        }
+      }
+    }
+  }
+  report(name + " blend", "rgb rel L2", rgb.relative(), 1e-4);
+  report(name + " blend", "pixels off by 1e-4", static_cast<double>(far), 1e-3 * static_cast<double>(pixels));
+  report(name + " blend", "depth rel L2", depth.relative(), 1e-4);
+  report(name + " blend", "accumulation rel L2", light.relative(), 1e-4);
+  if (!grads) return;
+
+  // at home: the owners' sums
+  Difference field[6];
+  const int of_field[12] = {0, 0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5};
+  for (size_t home = 0; home < frame.homes.size(); ++home) {
+    std::vector<std::array<double, 12>> want(static_cast<size_t>(frame.shards[home].count));
+    for (size_t o = 0; o < frame.owners.size(); ++o) {
+      const Parcel& parcel = frame.parcels[home][o];
+      const std::vector<int64_t> to = to_vector(parcel.record_from_parcel);
+      for (int64_t i = 0; i < parcel.count; ++i) {
+        const auto& part = sums[o][static_cast<size_t>(frame.owners[o].peer_begin[home] + i)];
+        for (int k = 0; k < 12; ++k) want[to.empty() ? i : to[i]][k] += part[k];
+      }
+    }
+    const std::vector<RecordGrad> got = to_vector(frame.shards[home].grad);
+    if (got.size() != want.size()) report(name + " return", "gradients missing", 1, 0);
+    for (size_t i = 0; i < std::min(got.size(), want.size()); ++i) {
+      const float* values = reinterpret_cast<const float*>(&got[i]);
+      for (int k = 0; k < 12; ++k) field[of_field[k]].add(values[k], want[i][k]);
+    }
+  }
+  const char* names[6] = {"mean2d rel L2", "conic rel L2", "opacity rel L2", "rgb rel L2", "depth rel L2", "absgrad rel L2"};
+  for (int k = 0; k < 6; ++k) report(name + " blend_backward", names[k], field[k].relative(), 1e-3);
+}
+
+void check_project_backward(const std::string& name, const Frame& frame, Table& table, const AdamHistory* history) {
+  const SplatColumns columns = table.host();
+  const AdamState state = table.host_state();
+  Buffer<float> grad[kColumns];
+  std::vector<std::vector<double>> want(kColumns);
+  for (int c = 0; c < kColumns; ++c) {
+    grad[c] = Buffer<float>(table.rows * kFloats[c], 0);
+    zero(grad[c]);
+    want[c].assign(static_cast<size_t>(table.rows * kFloats[c]), 0.0);
+  }
+  const ColumnGrads pointers{grad[0].data(), grad[1].data(), grad[2].data(), grad[3].data(), grad[4].data(), grad[5].data()};
+  std::vector<double> got_view(12 * frame.views.size()), want_view(got_view.size(), 0.0);
+  project_backward(frame, &pointers, got_view.data());
+  for (size_t shard = 0; shard < frame.shards.size(); ++shard) {
+    const HomeRecords in = home_records(frame, shard);
+    const std::vector<RecordGrad> g = to_vector(frame.shards[shard].grad);
+    for (size_t i = 0; i < in.row.size(); ++i) {
+      RowValues values;
+      const int64_t row = in.row[i];
+      replay_geometry(columns, history ? &state : nullptr, history, row, values.mean, values.quat, values.log_scale, values.opacity_logit);
+      replay_sh(columns, history ? &state : nullptr, history, row, frame.settings.sh_count(), values.sh);
+      float out[11] = {}, sh[48] = {}, view[12] = {};
+      record_backward(frame.views[in.view[i]], frame.settings, values, g[i], out, out + 3, out + 7, out[10], sh, view);
+      for (int k = 0; k < 3; ++k) want[0][3 * row + k] += out[k];
+      for (int k = 0; k < 4; ++k) want[1][4 * row + k] += out[3 + k];
+      for (int k = 0; k < 3; ++k) want[2][3 * row + k] += out[7 + k];
+      want[3][row] += out[10];
+      for (int k = 0; k < 3; ++k) want[4][3 * row + k] += sh[k];
+      for (int k = 3; k < 3 * frame.settings.sh_count(); ++k) want[5][45 * row + k - 3] += sh[k];
+      for (int k = 0; k < 12; ++k) want_view[12 * in.view[i] + k] += view[k];
+    }
+  }
+  const char* names[kColumns] = {"means", "quats", "scales", "opacities", "sh0", "shN"};
+  for (int c = 0; c < kColumns; ++c) {
+    Difference difference;
+    const std::vector<float> got = to_vector(grad[c]);
+    for (size_t i = 0; i < got.size(); ++i) difference.add(got[i], want[c][i]);
+    report(name + " project_backward " + names[c], "rel L2", difference.relative(), 1e-3);
+  }
+  Difference view;
+  for (size_t i = 0; i < got_view.size(); ++i) view.add(got_view[i], want_view[i]);
+  report(name + " project_backward viewmat", "rel L2", view.relative(), 1e-3);
+}
+
+// A step over `frames` and a flush, on copies of the table.
+void check_step(const std::string& name, const std::vector<const Frame*>& frames, Table& table, History& history) {
+  StepSettings settings;
+  settings.lrs = {1e-3, 2e-3, 3e-3, 4e-2, 5e-3, 6e-4};
+  settings.noise_scale = 0.05;
+  settings.opacity_reg = 0.01;
+  settings.scale_reg = 0.02;
+  // the host's
+  Table want = make_table(0, 0, 0, false, 0, 0);
+  want.rows = table.rows;
+  for (int c = 0; c < kColumns; ++c) {
+    want.column[c] = table.column[c];
+    want.exp_avg[c] = table.exp_avg[c];
+    want.exp_avg_sq[c] = table.exp_avg_sq[c];
+  }
+  want.last_step = table.last_step;
+  const AdamHistory past = history.view();
+  const History::Step now = history.next(settings.lrs, settings.noise_scale);
+  const math::AdamConstants constants = math::adam_constants(past.beta1, past.beta2, past.eps);
+  std::map<int64_t, std::vector<std::pair<size_t, std::pair<int32_t, RecordGrad>>>> seen;
+  for (size_t f = 0; f < frames.size(); ++f) {
+    for (size_t shard = 0; shard < frames[f]->shards.size(); ++shard) {
+      const HomeRecords in = home_records(*frames[f], shard);
+      const std::vector<RecordGrad> g = to_vector(frames[f]->shards[shard].grad);
+      for (size_t i = 0; i < in.row.size(); ++i) seen[in.row[i]].push_back({f, {in.view[i], g[i]}});
+    }
+  }
+  const SplatColumns columns = want.host();
+  const AdamState state = want.host_state();
+  float* data[kColumns] = {columns.means, columns.quats, columns.scales, columns.opacities, columns.sh0, columns.shN};
+  const auto catch_up = [&](int64_t row) {  // parameters and moments of a row to now
+    RowValues values;
+    const int64_t last = state.last_step[row];
+    replay_geometry(columns, &state, &past, row, values.mean, values.quat, values.log_scale, values.opacity_logit);
+    replay_sh(columns, &state, &past, row, 16, values.sh);
+    const float* from[kColumns] = {values.mean, values.quat, values.log_scale, &values.opacity_logit, values.sh, values.sh + 3};
+    for (int c = 0; c < kColumns; ++c) {
+      for (int i = 0; i < kFloats[c]; ++i) {
+        data[c][row * kFloats[c] + i] = from[c][i];
+        state.exp_avg[c][row * kFloats[c] + i] *= past.beta1_power[past.now - last];
+        state.exp_avg_sq[c][row * kFloats[c] + i] *= past.beta2_power[past.now - last];
+      }
+    }
+    state.last_step[row] = static_cast<int32_t>(past.now);
+    return values;
+  };
+  double mean_opacity = 0, mean_scale = 0;
+  const double rows_seen = static_cast<double>(seen.size());
+  for (const auto& [row, list] : seen) {
+    const RowValues values = catch_up(row);
+    float g[59] = {}, view[12] = {};
+    for (const auto& [f, record] : list) {
+      record_backward(frames[f]->views[record.first], frames[f]->settings, values, record.second, g, g + 3, g + 7, g[10], g + 11, view);
+    }
+    const float opacity = math::sigmoid(values.opacity_logit);
+    g[10] += static_cast<float>(settings.opacity_reg / rows_seen) * opacity * (1 - opacity);
+    mean_opacity += opacity / rows_seen;
+    for (int i = 0; i < 3; ++i) {
+      g[7 + i] += static_cast<float>(settings.scale_reg / (3 * rows_seen)) * std::exp(values.log_scale[i]);
+      mean_scale += std::exp(values.log_scale[i]) / (3 * rows_seen);
+    }
+    int k = 0;
+    for (int c = 0; c < kColumns; ++c) {
+      for (int i = 0; i < kFloats[c]; ++i, ++k) {
+        const int64_t at = row * kFloats[c] + i;
+        math::adam_step(constants, now.step_size[c], now.inv_sqrt_bc2, g[k], data[c][at], state.exp_avg[c][at], state.exp_avg_sq[c][at]);
+      }
+    }
+    math::add_mcmc_noise(math::draw(past.seed, math::Stream::kNoise, now.number, row), now.noise_scale, columns.quats + 4 * row,
+                         columns.scales + 3 * row, columns.opacities[row], columns.means + 3 * row);
+    state.last_step[row] = static_cast<int32_t>(now.number);
+  }
+  const StepReport got_report = step(frames, table.device(), table.device_state(), history, settings);
+  report(name + " step", "rows seen differ", std::fabs(static_cast<double>(got_report.rows_seen) - rows_seen), 0);
+  if (rows_seen > 0) {
+    report(name + " step", "mean opacity differs", std::fabs(got_report.mean_opacity - mean_opacity), 1e-5);
+    report(name + " step", "mean scale differs", std::fabs(got_report.mean_scale - mean_scale) / mean_scale, 1e-5);
+  }
+  const auto compare = [&](const std::string& stage) {
+    Difference moved[kColumns], m, v;
+    int64_t steps = 0;
+    for (int c = 0; c < kColumns; ++c) {
+      const std::vector<float> got = to_vector(table.device_column[c]), got_m = to_vector(table.device_exp_avg[c]),
+                               got_v = to_vector(table.device_exp_avg_sq[c]);
+      for (size_t i = 0; i < got.size(); ++i) {  // how far the row moved, so that small steps count
+        if (!std::isfinite(want.column[c][i]) || !std::isfinite(table.column[c][i])) continue;
+        moved[c].add(double{got[i]} - table.column[c][i], double{want.column[c][i]} - table.column[c][i]);
+        m.add(got_m[i], want.exp_avg[c][i]);
+        v.add(got_v[i], want.exp_avg_sq[c][i]);
+      }
+    }
+    const std::vector<int32_t> last = to_vector(table.device_last_step);
+    for (size_t i = 0; i < last.size(); ++i) steps += last[i] != want.last_step[i];
+    const char* names[kColumns] = {"means", "quats", "scales", "opacities", "sh0", "shN"};
+    for (int c = 0; c < kColumns; ++c) report(name + " " + stage + " " + names[c], "moved, rel L2", moved[c].relative(), 2e-3);
+    report(name + " " + stage, "exp_avg rel L2", m.relative(), 1e-3);
+    report(name + " " + stage, "exp_avg_sq rel L2", v.relative(), 1e-3);
+    report(name + " " + stage, "last_step differs", static_cast<double>(steps), 0);
+  };
+  compare("step");
+  history.push(settings.lrs, settings.noise_scale);
+  flush(table.device(), table.device_state(), history);
+  const AdamHistory after = history.view();
+  for (int64_t row = 0; row < want.rows; ++row) {
+    if (state.last_step[row] >= after.now) continue;
+    const int64_t last = state.last_step[row];
+    float mean[3], quat[4], log_scale[3], logit, sh[48];
+    replay_geometry(columns, &state, &after, row, mean, quat, log_scale, logit);
+    replay_sh(columns, &state, &after, row, 16, sh);
+    const float* from[kColumns] = {mean, quat, log_scale, &logit, sh, sh + 3};
+    for (int c = 0; c < kColumns; ++c) {
+      for (int i = 0; i < kFloats[c]; ++i) {
+        data[c][row * kFloats[c] + i] = from[c][i];
+        state.exp_avg[c][row * kFloats[c] + i] *= after.beta1_power[after.now - last];
+        state.exp_avg_sq[c][row * kFloats[c] + i] *= after.beta2_power[after.now - last];
+      }
+    }
+    state.last_step[row] = static_cast<int32_t>(after.now);
+  }
+  compare("flush");
+}
+
+History make_history(int64_t steps) {
+  History history(40, 0.9, 0.999, 1e-15, 1234);
+  for (int64_t i = 0; i < steps; ++i) history.push({1e-3, 1e-3, 5e-3, 5e-2, 2.5e-3, 1.25e-4}, i % 2 ? 0.1 : 0.0);
+  return history;
+}
+
+void check_scene(int64_t rows, int views, int width, int height, bool replay, bool antialiased, bool deterministic, int degree) {
+  char name[160];
+  std::snprintf(name, sizeof name, "[%d shards, %lld rows, %d x %dx%d%s%s%s, sh%d]", mesh().size(), static_cast<long long>(rows), views,
+                width, height, replay ? ", replay" : "", antialiased ? ", aa" : "", deterministic ? ", fixed order" : "", degree);
+  History history = make_history(replay ? 12 : 0);
+  const AdamHistory past = history.view();
+  Table table = make_table(rows, 7 + rows, -3.2f, true, past.base, past.now);
+  if (!replay) {  // state that is up to date, so that a step can follow
+    std::fill(table.last_step.begin(), table.last_step.end(), static_cast<int32_t>(past.now));
+    table.send();
+  }
+  const std::vector<View> cameras = make_views(views, width, height);
+  Frame frame = make_frame(table, cameras, &history, degree, antialiased, deterministic);
+  Images images(cameras), grads(cameras);
+  grads.fill(99);
+  run_forward(frame, images.pointers());
+  check_project(name, frame, table, &past);
+  check_exchange_and_bin(name, frame);
+  const bool with_depth = !deterministic;
+  run_backward(frame, grads.grads(with_depth));
+  check_blend(name, frame, images, &grads, with_depth);
+  check_project_backward(name, frame, table, &past);
+  if (degree == 3) check_step(name, {&frame}, table, history);
+}
+
+// Two frames in one step.
+void check_two_frames(int64_t rows) {
+  History history = make_history(5);
+  const AdamHistory past = history.view();
+  Table table = make_table(rows, 5, -3.f, false, past.base, past.now);
+  const std::vector<View> one = make_views(1, 200, 150), three = make_views(3, 130, 170);
+  Frame first = make_frame(table, one, &history, 3, false, false), second = make_frame(table, three, &history, 3, false, false);
+  Images first_images(one), second_images(three);
+  run_forward(first, first_images.pointers());
+  run_forward(second, second_images.pointers());
+  first_images.fill(1);
+  second_images.fill(2);
+  run_backward(first, first_images.grads(true));
+  run_backward(second, second_images.grads(false));
+  check_step("[two frames, " + std::to_string(mesh().size()) + " shards]", {&first, &second}, table, history);
+}
+
+struct Rendering {
+  std::vector<float> rgb, depth, accumulation, grad;
+};
+
+Rendering render_once(bool deterministic) {
+  Table table = make_table(20000, 3, -3.f, true, 0, 0);
+  const std::vector<View> cameras = make_views(2, 333, 222);
+  Frame frame = make_frame(table, cameras, nullptr, 3, false, deterministic);
+  Images images(cameras), grads(cameras);
+  grads.fill(4);
+  run_forward(frame, images.pointers());
+  run_backward(frame, grads.grads(true));
+  Rendering out;
+  for (size_t v = 0; v < cameras.size(); ++v) {
+    for (const auto& [list, to] : {std::pair{&images.rgb, &out.rgb}, std::pair{&images.depth, &out.depth}, std::pair{&images.accumulation, &out.accumulation}}) {
+      const std::vector<float> part = to_vector((*list)[v]);
+      to->insert(to->end(), part.begin(), part.end());
+    }
+  }
+  // by (view, row): homes ascend, so the records of a view come shard by shard
+  for (size_t v = 0; v < cameras.size(); ++v) {
+    for (const ShardRecords& shard : frame.shards) {
+      const std::vector<RecordGrad> part = to_vector(shard.grad);
+      const float* begin = reinterpret_cast<const float*>(part.data() + shard.view_begin[v]);
+      out.grad.insert(out.grad.end(), begin, begin + 12 * (shard.view_begin[v + 1] - shard.view_begin[v]));
+    }
+  }
+  return out;
+}
+
+int64_t bits_that_differ(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return -1;
+  int64_t count = 0;
+  for (size_t i = 0; i < a.size(); ++i) count += std::memcmp(&a[i], &b[i], sizeof(float)) != 0;
+  return count;
+}
+
+void check_meshes() {
+  set_mesh({"cuda:0"});
+  const Rendering one = render_once(false), fixed = render_once(true);
+  for (const int shards : {1, 2, 3, 4, 7}) {
+    set_mesh(std::vector<std::string>(static_cast<size_t>(shards), "cuda:0"));
+    const Rendering other = render_once(false), again = render_once(true), twice = render_once(true);
+    const std::string name = "[1 against " + std::to_string(shards) + " shards]";
+    report(name + " rgb", "floats differ", std::fabs(static_cast<double>(bits_that_differ(one.rgb, other.rgb))), 0);
+    report(name + " depth", "floats differ", std::fabs(static_cast<double>(bits_that_differ(one.depth, other.depth))), 0);
+    report(name + " accumulation", "floats differ", std::fabs(static_cast<double>(bits_that_differ(one.accumulation, other.accumulation))), 0);
+    report(name + " grad, fixed order, twice", "floats differ", std::fabs(static_cast<double>(bits_that_differ(again.grad, twice.grad))), 0);
+    Difference grad, grad_fixed;
+    for (size_t i = 0; i < one.grad.size(); ++i) grad.add(other.grad[i], fixed.grad[i]);
+    for (size_t i = 0; i < one.grad.size(); ++i) grad_fixed.add(again.grad[i], fixed.grad[i]);
+    report(name + " grad", "of largest", grad.of_largest(), 1e-4);
+    report(name + " grad, fixed order", "of largest", grad_fixed.of_largest(), 1e-4);
+  }
+}
+
+// ---- loss: windows of 121 products in double
+
+void check_loss(int64_t height, int64_t width, bool bytes, bool masked, float ssim_weight) {
+  char name[120];
+  std::snprintf(name, sizeof name, "[%d shards] loss %lldx%lld%s%s w%.1f", mesh().size(), static_cast<long long>(width),
+                static_cast<long long>(height), bytes ? " uint8" : "", masked ? " mask" : "", ssim_weight);
+  std::mt19937_64 engine(11);
+  std::uniform_real_distribution<float> unit(0.f, 1.f);
+  const size_t count = static_cast<size_t>(height * width * 3);
+  std::vector<float> x(count), y(count);
+  std::vector<uint8_t> y_bytes(count), mask(static_cast<size_t>(height * width));
+  for (size_t i = 0; i < count; ++i) {
+    x[i] = unit(engine);
+    y_bytes[i] = static_cast<uint8_t>(unit(engine) * 255.f);
+    y[i] = bytes ? static_cast<float>(y_bytes[i]) / 255.f : unit(engine);
+  }
+  for (uint8_t& keep : mask) keep = unit(engine) < 0.8f;
+  if (masked) {
+    for (size_t p = 0; p < mask.size(); ++p) {
+      if (!mask[p]) x[3 * p] = NAN;
+    }
+  }
+  double tap[11], total = 0;
+  for (int k = 0; k < 11; ++k) total += tap[k] = std::exp(-(k - 5) * (k - 5) / 4.5);
+  for (double& t : tap) t /= total;
+  const auto kept = [&](int64_t r, int64_t c) { return r >= 0 && c >= 0 && r < height && c < width && (!masked || mask[r * width + c]); };
+  std::vector<double> by_mean(count, 0), by_square(count, 0), by_product(count, 0), want(count, 0);
+  double l1 = 0, similarity = 0;
+  int64_t pixels = 0, centres = 0;
+  for (int64_t r = 0; r < height; ++r) {
+    for (int64_t c = 0; c < width; ++c) {
+      if (!kept(r, c)) continue;
+      ++pixels;
+      for (int k = 0; k < 3; ++k) l1 += std::fabs(double{x[3 * (r * width + c) + k]} - y[3 * (r * width + c) + k]);
+      if (ssim_weight == 0 || r < 5 || c < 5 || r >= height - 5 || c >= width - 5) continue;
+      ++centres;
+      for (int k = 0; k < 3; ++k) {
+        double w = 0, mx = 0, my = 0, xx = 0, yy = 0, xy = 0;
+        for (int i = -5; i <= 5; ++i) {
+          for (int j = -5; j <= 5; ++j) {
+            if (!kept(r + i, c + j)) continue;
+            const double t = tap[i + 5] * tap[j + 5], a = x[3 * ((r + i) * width + c + j) + k], b = y[3 * ((r + i) * width + c + j) + k];
+            w += t, mx += t * a, my += t * b, xx += t * a * a, yy += t * b * b, xy += t * a * b;
+          }
+        }
+        mx /= w, my /= w, xx /= w, yy /= w, xy /= w;
+        const double vx = xx - mx * mx, vy = yy - my * my, cov = xy - mx * my, c1 = 1e-4, c2 = 9e-4;
+        const double a1 = 2 * mx * my + c1, a2 = 2 * cov + c2, b1 = mx * mx + my * my + c1, b2 = vx + vy + c2;
+        const double s = a1 * a2 / (b1 * b2);
+        similarity += s;
+        const size_t at = 3 * (r * width + c) + k;
+        by_square[at] = -s / b2 / w;
+        by_product[at] = 2 * a1 / (b1 * b2) / w;
+        by_mean[at] = (2 * my * a2 / (b1 * b2) - 2 * mx * s / b1 + 2 * mx * s / b2 - 2 * my * a1 / (b1 * b2)) / w;
+      }
+    }
+  }
+  const double share = centres ? 1.0 - ssim_weight : 1.0;
+  for (int64_t r = 0; r < height; ++r) {
+    for (int64_t c = 0; c < width; ++c) {
+      if (!kept(r, c)) continue;
+      for (int k = 0; k < 3; ++k) {
+        const size_t at = 3 * (r * width + c) + k;
+        want[at] = share / (3.0 * pixels) * ((x[at] > y[at]) - (x[at] < y[at]));
+        for (int i = -5; i <= 5 && centres; ++i) {
+          for (int j = -5; j <= 5; ++j) {
+            if (!kept(r + i, c + j)) continue;
+            const size_t from = 3 * ((r + i) * width + c + j) + k;
+            want[at] -= ssim_weight / (3.0 * centres) * tap[i + 5] * tap[j + 5] * (by_mean[from] + 2 * x[at] * by_square[from] + y[at] * by_product[from]);
+          }
+        }
+      }
+    }
+  }
+  const double l1_mean = pixels ? l1 / (3.0 * pixels) : 0, ssim_mean = centres ? similarity / (3.0 * centres) : 1;
+  const double loss = share * l1_mean + (centres ? ssim_weight * (1 - ssim_mean) : 0);
+  const Buffer<float> dx = to_buffer(x, 0), dy = to_buffer(y, 0);
+  const Buffer<uint8_t> dy_bytes = to_buffer(y_bytes, 0), dmask = to_buffer(mask, 0);
+  Buffer<float> gradient(static_cast<int64_t>(count), 0), value(3, 0);
+  LossImages images;
+  images.rgb = dx.data();
+  images.target = bytes ? nullptr : dy.data();
+  images.target_bytes = bytes ? dy_bytes.data() : nullptr;
+  images.mask = masked ? dmask.data() : nullptr;
+  images.height = height;
+  images.width = width;
+  const LossValue got = l1_ssim(images, ssim_weight, gradient.data());
+  l1_ssim_into(images, ssim_weight, gradient.data(), value.data());
+  report(name, "loss differs", std::fabs(got.loss - loss), 1e-5);
+  report(name, "L1 differs", std::fabs(got.l1 - l1_mean), 1e-6);
+  report(name, "SSIM differs", std::fabs(got.ssim - ssim_mean), 1e-5);
+  report(name, "loss on device differs", std::fabs(to_vector(value)[0] - loss), 1e-5);
+  Difference difference;
+  const std::vector<float> host = to_vector(gradient);
+  for (size_t i = 0; i < count; ++i) difference.add(host[i], want[i]);
+  report(name, "gradient rel L2", difference.relative(), 1e-4);
+}
+
+// ---- densification
+
+void check_relocation(int64_t rows) {
+  const std::string name = "[" + std::to_string(mesh().size()) + " shards, " + std::to_string(rows) + " rows]";
+  Table table = make_table(rows, 21, -3.f, true, 0, 0);
+  const SplatColumns columns = table.host();
+  const float least = 0.3f;
+  std::vector<int64_t> dead;
+  for (int64_t row = 0; row < rows; ++row) {
+    bool finite = true;
+    for (int i = 0; i < 3; ++i) finite &= std::isfinite(columns.means[3 * row + i]) && std::isfinite(columns.scales[3 * row + i]);
+    for (int i = 0; i < 4; ++i) finite &= std::isfinite(columns.quats[4 * row + i]);
+    if (!finite || !(math::sigmoid(columns.opacities[row]) > least)) dead.push_back(row);
+  }
+  const std::vector<int64_t> got_dead = dead_rows(table.device(), least);
+  std::vector<int64_t> difference;
+  std::set_symmetric_difference(dead.begin(), dead.end(), got_dead.begin(), got_dead.end(), std::back_inserter(difference));
+  report(name + " dead rows", "rows differ", static_cast<double>(difference.size()), 1e-5 * static_cast<double>(rows));
+  const int64_t wanted = std::min<int64_t>(static_cast<int64_t>(got_dead.size()), rows / 10);
+  const std::vector<int64_t> sampled = sample_rows(table.device(), least, wanted, 77, 3);
+  bool fine = std::is_sorted(sampled.begin(), sampled.end());
+  double expected = 0, seen = 0, squares = 0;
+  double weights = 0;
+  for (int64_t row = 0, d = 0; row < rows; ++row) {
+    if (d < static_cast<int64_t>(got_dead.size()) && got_dead[d] == row) {
+      ++d;
+      continue;
+    }
+    const double o = math::sigmoid(columns.opacities[row]);
+    weights += o, squares += o * o;
+  }
+  for (const int64_t row : sampled) {
+    fine &= !std::binary_search(got_dead.begin(), got_dead.end(), row);
+    seen += math::sigmoid(columns.opacities[row]);
+  }
+  expected = weights > 0 ? squares / weights : 0;
+  report(name + " sample", "rule broken", fine ? 0 : 1, 0);
+  if (sampled.size() > 1000) report(name + " sample", "mean opacity differs", std::fabs(seen / sampled.size() - expected), 0.01);
+  if (sampled.empty()) return;
+  const std::vector<int64_t> destination(got_dead.begin(), got_dead.begin() + static_cast<int64_t>(sampled.size()));
+  const AdamState state = table.device_state();
+  relocate(table.device(), &state, sampled, destination, 0.005f, 9);
+  std::map<int64_t, int64_t> copies;
+  for (const int64_t row : sampled) ++copies[row];
+  std::vector<float> want[kColumns];
+  for (int c = 0; c < kColumns; ++c) want[c] = table.column[c];
+  for (const auto& [row, times] : copies) {
+    const math::Relocated split = math::relocate(math::sigmoid(columns.opacities[row]), times + 1);
+    const float opacity = std::clamp(split.opacity, 0.005f, 1.0f - 0x1p-23f);
+    want[3][row] = std::log(opacity / (1.0f - opacity));
+    for (int i = 0; i < 3; ++i) want[2][3 * row + i] += std::log(split.scale_ratio);
+  }
+  for (size_t i = 0; i < sampled.size(); ++i) {
+    for (int c = 0; c < kColumns; ++c) std::copy_n(&want[c][sampled[i] * kFloats[c]], kFloats[c], &want[c][destination[i] * kFloats[c]]);
+  }
+  Difference all;
+  int64_t moments = 0;
+  const std::vector<int32_t> last = to_vector(table.device_last_step);
+  for (int c = 0; c < kColumns; ++c) {
+    const std::vector<float> got = to_vector(table.device_column[c]), m = to_vector(table.device_exp_avg[c]);
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (std::isfinite(want[c][i])) all.add(got[i], want[c][i]);
+    }
+    for (const auto* list : {&sampled, &destination}) {
+      for (const int64_t row : *list) {
+        for (int i = 0; i < kFloats[c]; ++i) moments += m[row * kFloats[c] + i] != 0.f || last[row] != 9;
+      }
+    }
+  }
+  report(name + " relocate", "rel L2", all.relative(), 1e-6);
+  report(name + " relocate", "moments not reset", static_cast<double>(moments), 0);
+}
+
+// ---- times
+
+void time_scene(int64_t rows, int width, int height, float log_scale) {
+  History history = make_history(12);
+  Table table = make_table(rows, 1, log_scale, false, history.base(), history.now());
+  const std::vector<View> cameras = make_views(1, width, height);
+  Images images(cameras), grads(cameras);
+  grads.fill(1);
+  Buffer<uint8_t> target(3 * int64_t{width} * height, 0);
+  zero(target);
+  Buffer<float> value(3, 0);
+  std::map<std::string, double> sums;
+  std::vector<std::string> order;
+  int64_t visible = 0, pairs = 0, rounds = 0;
+  double whole = 0;
+  const bool stages = std::getenv("MGPU_STAGE_TIMES") != nullptr;
+  for (int round = 0; round < 13; ++round) {
+    synchronise_shards();
+    const auto start = std::chrono::steady_clock::now();
+    Frame frame = make_frame(table, cameras, &history, 3, false, false);
+    run_forward(frame, images.pointers());
+    LossImages loss;
+    loss.rgb = images.rgb[0].data();
+    loss.target_bytes = target.data();
+    loss.height = height;
+    loss.width = width;
+    if (stages) synchronise_shards();
+    const auto before_loss = std::chrono::steady_clock::now();
+    l1_ssim_into(loss, 0.2f, grads.rgb[0].data(), value.data());
+    if (stages) synchronise_shards();
+    const auto after_loss = std::chrono::steady_clock::now();
+    std::vector<ImageGradPointers> pointers = {{grads.rgb[0].data(), nullptr, nullptr}};
+    run_backward(frame, pointers);
+    const auto before_step = std::chrono::steady_clock::now();
+    StepSettings settings;
+    settings.lrs = {1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6};
+    settings.noise_scale = 1e-7;
+    settings.wanted_means = false;
+    const StepReport seen = step({&frame}, table.device(), table.device_state(), history, settings);
+    synchronise_shards();
+    const auto stop = std::chrono::steady_clock::now();
+    history.push(settings.lrs, settings.noise_scale);
+    if (round < 3) continue;
+    ++rounds;
+    whole += std::chrono::duration<double>(stop - start).count();
+    const auto add = [&](const std::string& stage, double seconds) {
+      if (!sums.count(stage)) order.push_back(stage);
+      sums[stage] += seconds;
+    };
+    for (const StageTime& time : frame.times) add(time.stage, time.seconds);
+    add("loss", std::chrono::duration<double>(after_loss - before_loss).count());
+    add("step", std::chrono::duration<double>(stop - before_step).count());
+    visible = seen.rows_seen;
+    pairs = intersection_count(frame);
+  }
+  std::printf("time %d shards, %lld rows (%lld visible, %lld pairs), %dx%d: %.3f ms a step, peak of temporaries %.0f MB;",
+              mesh().size(), static_cast<long long>(rows), static_cast<long long>(visible), static_cast<long long>(pairs), width, height,
+              1e3 * whole / static_cast<double>(rounds), static_cast<double>(temporary_counts(0).peak) / 1e6);
+  for (const std::string& stage : order) std::printf(" %s %.3f", stage.c_str(), 1e3 * sums[stage] / static_cast<double>(rounds));
+  std::printf("\n");
+  std::fflush(stdout);
+  reset_temporary_peak();
+}
+
+std::vector<std::string> virtual_shards(int count) { return std::vector<std::string>(static_cast<size_t>(count), "cuda:0"); }
+
+void check_all(const std::vector<std::string>& names) {
+  set_mesh(names);
+  check_scene(0, 1, 100, 60, false, false, false, 3);
+  check_scene(1, 2, 10, 9, true, false, false, 3);
+  check_scene(17, 1, 61, 47, false, true, true, 3);
+  check_scene(1500, 8, 150, 130, true, false, true, 3);
+  check_scene(3000, 3, 100, 80, true, true, false, 1);
+  check_scene(50000, 1, 400, 300, true, false, false, 3);
+  check_scene(50000, 2, 320, 240, false, true, true, 2);
+  check_two_frames(4000);
+  check_loss(40, 50, false, false, 0.2f);
+  check_loss(77, 91, true, true, 0.2f);
+  check_loss(9, 30, false, true, 0.2f);
+  check_loss(33, 70, true, false, 0.f);
+  check_relocation(17);
+  check_relocation(30000);
+}
+
+}  // namespace
+
+// check_stages [check|time|all] [shard names, default: meshes of 1, 3 and 4 on GPU 0]
+int main(int count, char** arguments) {
+  const std::string what = count > 1 ? arguments[1] : "all";
+  set_num_threads(16);
+  try {
+    if (what != "time") {
+      if (count > 2) {
+        check_all(std::vector<std::string>(arguments + 2, arguments + count));
+      } else {
+        for (const int shards : {1, 3, 4}) check_all(virtual_shards(shards));
+        check_meshes();
+      }
+    }
+    if (what != "check") {
+      set_mesh(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(1));
+      time_scene(112000, 1920, 1244, -4.5f);
+      time_scene(2800000, 1920, 1244, -5.3f);
+      time_scene(9000000, 3840, 2489, -6.f);
+      if (count <= 2) {
+        set_mesh(virtual_shards(4));
+        time_scene(2800000, 1920, 1244, -5.3f);
+      }
+    }
+  } catch (const std::exception& error) {
+    std::printf("BAD  %s\n", error.what());
+    return 2;
+  }
+  std::printf("%d failures\n", failures);
+  return failures ? 1 : 0;
+}
