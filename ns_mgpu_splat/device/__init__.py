@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextvars
 import logging
 import os
 import threading
+import time
+import weakref
 from types import ModuleType
 
 import torch
@@ -17,11 +21,20 @@ __all__ = ["init", "is_initialized", "native"]
 _log = logging.getLogger("ns_mgpu_splat")
 _lock = threading.RLock()
 _mesh: config.MeshConfig | None = None
+_flavour: str | None = None  # of the native module that this process has loaded
 
 
 def native() -> ModuleType:
-    """The native module `_mgpu`; built and loaded (a minute, once per torch version), not registered, on first use."""
-    return build.load("host")
+    """The native module `_mgpu`; built and loaded (a minute, once per torch version), not registered, on first use.
+
+    Its flavour is that of the mesh: `host` for `cpu:COUNT`, else `cuda`. Before `init()`: of the mesh that it would take.
+    """
+    global _flavour
+    if _flavour is None:
+        with _lock:
+            if _flavour is None:
+                _flavour = _wanted_mesh(None).flavour
+    return build.load(_flavour)
 
 
 def is_initialized() -> bool:
@@ -42,7 +55,7 @@ def init(devices: str | None = None) -> torch.device:
     Raises: RuntimeError if another mesh or another PrivateUse1 backend is registered, or in a forked process;
         ValueError if `devices` cannot be read; ns_mgpu_splat.device.build.BuildError if the module cannot be built.
     """
-    global _mesh
+    global _mesh, _flavour
     with _lock:
         if _mesh is not None:
             _check_same_mesh(devices, _mesh)
@@ -53,13 +66,24 @@ def init(devices: str | None = None) -> torch.device:
                 f"Another backend, {name!r}, holds torch's PrivateUse1 place in this process, and there is only one; "
                 "start a process without it to use mgpu."
             )
-        wanted = devices if devices is not None else os.environ.get("MGPU_DEVICES")
-        mesh = config.parse_devices(wanted, gpus=_visible_gpus(wanted))
+        mesh = _wanted_mesh(devices)
+        if _flavour not in (None, mesh.flavour):
+            raise RuntimeError(
+                f"The native module's flavour {_flavour!r} is loaded, and the mesh {', '.join(mesh.shards)} needs "
+                f"{mesh.flavour!r}; call init() before anything else of ns_mgpu_splat, or set MGPU_DEVICES."
+            )
+        _flavour = mesh.flavour
+        memory = config.memory_kind()
+        if mesh.flavour == "cuda":
+            torch.cuda.init()
         native_module = native()
         threshold = config.shard_threshold(native_module.shard_threshold())
         checked = config.locality_checked()
 
         native_module.set_mesh(list(mesh.shards))
+        chosen = native_module.start(memory)
+        if chosen:
+            _log.info("mgpu (%s): %s", ", ".join(mesh.shards), chosen)
         native_module.set_shard_threshold(threshold)
         native_module.set_locality_checked(checked)
         native_module.mark_stage_threads()
@@ -74,22 +98,48 @@ def init(devices: str | None = None) -> torch.device:
         torch.utils.generate_methods_for_privateuse1_backend(
             for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
         )
+        atexit.register(_wait_for_autograd, os.getpid())
         _mesh = mesh
         if checked:
             _log.info("MGPU_CHECK_LOCALITY=1: shards run in turn, each with the others' pages protected")
         return torch.device("mgpu", 0)
 
 
-def _visible_gpus(wanted: str | None) -> int:
-    """How many GPUs the mesh may name. The host flavour has none: say so where somebody could expect them."""
-    text = (wanted or "").strip()
-    if text[:1].isdecimal():
-        raise RuntimeError(
-            f"MGPU_DEVICES is {text!r}, but this build of ns-mgpu-splat has the host flavour only; use cpu:COUNT, as cpu:1."
+def _wanted_mesh(devices: str | None) -> config.MeshConfig:
+    """The mesh that `devices`, or else MGPU_DEVICES, names. Asks CUDA only if GPUs may be in it."""
+    wanted = devices if devices is not None else os.environ.get("MGPU_DEVICES")
+    on_host = (wanted or "").strip().startswith("cpu")
+    return config.parse_devices(wanted, gpus=0 if on_host else torch.cuda.device_count())
+
+
+def _wait_for_autograd(owner: int, timeout_s: float = 2.0) -> None:
+    """At exit: let autograd's device thread put down the Python objects of the last backward().
+
+    It does so after backward() has returned. If the interpreter has ended by then, the thread is cancelled where it asks
+    for the GIL, in a destructor, and the process aborts ("terminate called without an active exception"; torch 2.14).
+    The thread works in order: once it has dropped a backward of ours, it has dropped all earlier ones.
+
+    Args:
+        owner: the process that registered the device; a forked child has no such thread.
+    """
+    if os.getpid() != owner:
+        return
+    try:
+        result = torch.zeros((), device="mgpu", requires_grad=True) * 1
+        context = contextvars.copy_context()
+        dropped = weakref.ref(context)
+        torch._C._stash_obj_in_tls("context", context)  # what torch/autograd/graph.py does before a backward
+        del context
+        seed = (torch.ones_like(result),)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (result,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    if not text and torch.cuda.is_available():
-        _log.warning("This build of ns-mgpu-splat has the host flavour only; the GPUs are left alone (mesh cpu:1).")
-    return 0
+    except Exception:  # a process that ends in trouble ends as it would have
+        _log.debug("no orderly end of autograd's thread", exc_info=True)
+        return
+    end = time.monotonic() + timeout_s
+    while dropped() is not None and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def _check_same_mesh(devices: str | None, mesh: config.MeshConfig) -> None:
