@@ -80,12 +80,10 @@ class Picture:
 def read_picture(source: ImageSource) -> Picture:
     """Decode, rescale and undistort one image; in pinned memory where there is CUDA."""
     image, mask = source.read()
-    pixels = torch.from_numpy(np.ascontiguousarray(image))
-    if not pixels.is_contiguous() or not image.flags.writeable:
-        pixels = pixels.clone()
+    pixels = torch.from_numpy(image if image.flags.writeable else image.copy())
     if torch.cuda.is_available():
         pixels = pixels.pin_memory()
-    return Picture(pixels, torch.from_numpy(mask) if mask is not None else None)
+    return Picture(pixels, torch.from_numpy(np.ascontiguousarray(mask)) if mask is not None else None)
 
 
 class SplatDataset(InputDataset):

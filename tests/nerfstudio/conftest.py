@@ -62,7 +62,7 @@ def run_tool(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture(scope="session")
 def nerfstudio_folder(tmp_path_factory: pytest.TempPathFactory) -> scene.Scene:
     """The tiny scene as a Nerfstudio folder; read-only."""
-    return scene.write_nerfstudio(tmp_path_factory.mktemp("captures") / "tiny town", images=9)
+    return scene.write_nerfstudio(tmp_path_factory.mktemp("captures") / "tiny town", images=13, points=1500)
 
 
 @pytest.fixture(scope="session")
@@ -102,10 +102,10 @@ def train_many(runs: list[list[object]], folder: Path, **env: str) -> list[dict[
 def trained(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config.yml of a short run on the tiny scene."""
     folder = tmp_path_factory.mktemp("trained")
-    options = ["--data", nerfstudio_folder.root, "--max-num-iterations", 300, "--schedule-steps", 300]
-    options += ["--timestamp", "run", "--experiment-name", "tiny", "--pipeline.model.max-gaussians", 1500]
+    options = ["--data", nerfstudio_folder.root, "--max-num-iterations", 600, "--schedule-steps", 600]
+    options += ["--timestamp", "run", "--experiment-name", "tiny", "--pipeline.model.max-gaussians", 3000]
     options += ["--pipeline.model.warmup-length", 50, "--pipeline.model.refine-every", 50]
-    options += ["--pipeline.model.sh-degree-interval", 100]
+    options += ["--pipeline.model.sh-degree-interval", 200]
     (result,) = train_many([options], folder)
     assert result["code"] == 0, result
     return folder / "tiny" / "mgpu-splat" / "run" / "config.yml"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny scene for tests: a checkered floor, a red and a blue ball under a grey sky, photographed by exact ray casting.
+"""A tiny scene for tests: a checkered floor, a red and a blue ball under a black sky, photographed by exact ray casting.
 
 Written as a Nerfstudio folder or as a COLMAP folder (text or binary), with numpy and PIL alone.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 BALLS = [((0.35, 0.1, 0.3), 0.3, (200, 60, 50)), ((-0.4, -0.2, 0.22), 0.22, (50, 80, 200))]
-SKY = np.array([150, 160, 175.0])
+SKY = np.zeros(3)  # as the background of a render: no Gaussians are needed for it
 
 
 def shade(points: np.ndarray, kind: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ def test_ns_eval_measures_the_held_out_image(run_tool: Callable, trained: Path, 
     )
     text = (tmp_path / "out.json").read_text()
     results = json.loads(text, parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))["results"]
-    assert results["psnr"] > 20  # a constant grey picture has 14 dB; this run reaches about 25
+    assert results["psnr"] > 19  # the seed points have 12.6 dB, this run reaches about 22
     assert results["psnr_std"] == 0, "one image deviates by nothing, not by NaN"
     assert 0 < results["ssim"] < 1
     pair = np.asarray(Image.open(next(tmp_path.glob("eval_img_*.png"))), dtype=float) / 255
@@ -62,7 +62,7 @@ def test_ns_render_dataset_writes_every_output(run_tool: Callable, trained: Path
     arguments += ["--rendered-output-names", "rgb", "gt-rgb", "depth", "raw-depth", "rgba"]
     run_tool("ns-render", "dataset", *arguments)
     for name in ("rgb", "gt-rgb", "depth", "rgba"):
-        assert len(list((tmp_path / "train" / name).glob("*.png"))) == 8, name
+        assert len(list((tmp_path / "train" / name).glob("*.png"))) == 12, name
     rgb, truth = (
         np.asarray(Image.open(tmp_path / "train" / n / "view_001.png"), dtype=float)[..., :3]
         for n in ("rgb", "gt-rgb")
@@ -75,7 +75,7 @@ def test_ns_export_cameras_writes_all_poses(run_tool: Callable, trained: Path, t
     run_tool("ns-export", "cameras", "--load-config", trained, "--output-dir", tmp_path)
     train = json.loads((tmp_path / "transforms_train.json").read_text())
     held = json.loads((tmp_path / "transforms_eval.json").read_text())
-    assert (len(train), len(held)) == (8, 1)
+    assert (len(train), len(held)) == (12, 1)
     assert np.isfinite([f["transform"] for f in train]).all()
 
 
@@ -156,7 +156,7 @@ def test_export_needs_no_images(run_tool: Callable, trained: Path, tmp_path: Pat
     import yaml
 
     data = tmp_path / "moved town"
-    made = scene.write_nerfstudio(data, images=9)
+    made = scene.write_nerfstudio(data, images=13)
     shutil.rmtree(made.root / "images")
     loaded = yaml.load(trained.read_text(), Loader=yaml.Loader)
     loaded.pipeline.datamanager.data = data

@@ -212,15 +212,15 @@ def test_the_cap_holds_from_the_first_step_on(nerfstudio_folder: scene.Scene, tm
     options += ["--pipeline.model.warmup-length", 2, "--pipeline.model.refine-every", 3]
     results = train_many(
         [
-            [*options, "--timestamp", "below", "--pipeline.model.max-gaussians", 150],  # 400 seed points
-            [*options, "--timestamp", "grows", "--pipeline.model.max-gaussians", 431],
+            [*options, "--timestamp", "below", "--pipeline.model.max-gaussians", 150],  # 1,500 seed points
+            [*options, "--timestamp", "grows", "--pipeline.model.max-gaussians", 1531],
             [*options, "--timestamp", "one", "--pipeline.model.max-gaussians", 1],
         ],
         tmp_path,
     )
     assert [r["code"] for r in results] == [0] * 3, results
     counts = [last(tmp_path / "tiny" / "mgpu-splat", n)["gaussians"] for n in ("below", "grows", "one")]
-    assert counts == [150, 431, 1]
+    assert counts == [150, 1531, 1]
 
 
 def test_refined_cameras_move_and_are_resumed(nerfstudio_folder: scene.Scene, tmp_path: Path) -> None:
