@@ -3,7 +3,8 @@
 //
 // With W, t the view, m, q, s the Gaussian, J the Jacobian of the projection at its mean:
 //   A = J W R(q) diag(s)   [2,3],   cov2d = A A^T,   conic = (cov2d + 0.3 I)^-1.
-// det(cov2d) is |a0 x a1|^2 (Cauchy-Binet) and never a difference of large products, so thin splats stay exact.
+// det(cov2d) is |a0 x a1|^2 (Cauchy-Binet) and never a difference of large products, so thin splats stay
+// exact.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -14,11 +15,11 @@
 
 namespace mgpu::math {
 
-constexpr float kNearPlane = 0.01f;   // scene units
-constexpr float kFarPlane = 1e10f;    // as gsplat; mostly a gate against Inf
-constexpr float kDilation = 0.3f;     // px^2, added to both variances
+constexpr float kNearPlane = 0.01f;      // scene units
+constexpr float kFarPlane = 1e10f;       // as gsplat; mostly a gate against Inf
+constexpr float kDilation = 0.3f;        // px^2, added to both variances
 constexpr float kMinQuatNorm2 = 1e-24f;  // below: no direction; the row is culled
-constexpr float kHuge = 1e18f;        // gate for sizes whose square must stay finite
+constexpr float kHuge = 1e18f;           // gate for sizes whose square must stay finite
 
 struct Projected {
   float mean2d[2];
@@ -88,10 +89,14 @@ HOST_DEVICE inline bool projection_terms(const View& view, const float mean[3], 
   return p.cov_xx < kHuge && p.cov_yy < kHuge && p.dilated_det > 0.f && p.dilated_det < kHuge * kHuge;
 }
 
-// sqrt(det / dilated det): how much of a small splat's light the dilation adds (Mip-Splatting, arXiv 2311.16493).
-HOST_DEVICE inline float antialias_compensation(const ProjectionTerms& p) { return std::sqrt(p.det / p.dilated_det); }
+// sqrt(det / dilated det): how much of a small splat's light the dilation adds (Mip-Splatting, arXiv
+// 2311.16493).
+HOST_DEVICE inline float antialias_compensation(const ProjectionTerms& p) {
+  return std::sqrt(p.det / p.dilated_det);
+}
 
-// Project one Gaussian. False if no pixel centre of the image can get alpha >= 1/255, or anything is not finite.
+// Project one Gaussian. False if no pixel centre of the image can get alpha >= 1/255, or anything is not
+// finite.
 HOST_DEVICE inline bool project_gaussian(const View& view, const float mean[3], const float quat[4],
                                          const float log_scale[3], float opacity_logit, bool antialiased,
                                          Projected& out) {
@@ -111,14 +116,12 @@ HOST_DEVICE inline bool project_gaussian(const View& view, const float mean[3], 
   return tile_rect_of(ellipse, view, out.tile_rect);
 }
 
-// Adjoint of project_gaussian at a visible Gaussian: adds to the dL_d... of mean, quat, log_scale, logit and of the
-// view's [R | t], row-major 3x4. dL_ddepth is that of the camera-space z.
-HOST_DEVICE inline void project_gaussian_backward(const View& view, const float mean[3], const float quat[4],
-                                                  const float log_scale[3], float opacity_logit, bool antialiased,
-                                                  const float dL_dmean2d[2], const float dL_dconic[3],
-                                                  float dL_dopacity, float dL_ddepth, float dL_dmean[3],
-                                                  float dL_dquat[4], float dL_dlog_scale[3], float& dL_dlogit,
-                                                  float dL_dviewmat[12]) {
+// Adjoint of project_gaussian at a visible Gaussian: adds to the dL_d... of mean, quat, log_scale, logit and
+// of the view's [R | t], row-major 3x4. dL_ddepth is that of the camera-space z.
+HOST_DEVICE inline void project_gaussian_backward(
+    const View& view, const float mean[3], const float quat[4], const float log_scale[3], float opacity_logit,
+    bool antialiased, const float dL_dmean2d[2], const float dL_dconic[3], float dL_dopacity, float dL_ddepth,
+    float dL_dmean[3], float dL_dquat[4], float dL_dlog_scale[3], float& dL_dlogit, float dL_dviewmat[12]) {
   ProjectionTerms p;
   if (!projection_terms(view, mean, quat, log_scale, p)) return;
   const float inverse_det = 1.f / p.dilated_det;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sh.h: view-dependent colour from real spherical harmonics up to degree 3, in the basis order and signs of 3DGS
-// (Kerbl et al. 2023); colour = sum + 0.5, clamped at 0.
+// sh.h: view-dependent colour from real spherical harmonics up to degree 3, in the basis order and signs of
+// 3DGS (Kerbl et al. 2023); colour = sum + 0.5, clamped at 0.
 #pragma once
 #include <cmath>
 
@@ -36,8 +36,10 @@ HOST_DEVICE inline void sh_basis(int degree, float x, float y, float z, float* b
   basis[15] = -0.5900435899266435f * x * (xx - 3.f * yy);
 }
 
-// Adds sum_k weight[k] * d basis[k] / d(x, y, z) to grad (of the polynomials above, x, y, z taken as independent).
-HOST_DEVICE inline void sh_basis_backward(int degree, float x, float y, float z, const float* weight, float grad[3]) {
+// Adds sum_k weight[k] * d basis[k] / d(x, y, z) to grad (of the polynomials above, x, y, z taken as
+// independent).
+HOST_DEVICE inline void sh_basis_backward(int degree, float x, float y, float z, const float* weight,
+                                          float grad[3]) {
   if (degree < 1) return;
   grad[0] -= 0.4886025119029199f * weight[3];
   grad[1] -= 0.4886025119029199f * weight[1];
@@ -50,12 +52,13 @@ HOST_DEVICE inline void sh_basis_backward(int degree, float x, float y, float z,
   const float xx = x * x, yy = y * y, zz = z * z;
   const float c = 0.4570457994644658f - 2.285228997322329f * zz, dc_dz = -4.570457994644658f * z;
   const float k9 = 0.5900435899266435f, k10 = 2.890611442640554f;
-  grad[0] += -6.f * k9 * x * y * weight[9] + k10 * y * z * weight[10] + c * weight[13] + k10 * x * z * weight[14] -
-             3.f * k9 * (xx - yy) * weight[15];
-  grad[1] += -3.f * k9 * (xx - yy) * weight[9] + k10 * x * z * weight[10] + c * weight[11] - k10 * y * z * weight[14] +
-             6.f * k9 * x * y * weight[15];
+  grad[0] += -6.f * k9 * x * y * weight[9] + k10 * y * z * weight[10] + c * weight[13] +
+             k10 * x * z * weight[14] - 3.f * k9 * (xx - yy) * weight[15];
+  grad[1] += -3.f * k9 * (xx - yy) * weight[9] + k10 * x * z * weight[10] + c * weight[11] -
+             k10 * y * z * weight[14] + 6.f * k9 * x * y * weight[15];
   grad[2] += k10 * x * y * weight[10] + dc_dz * (y * weight[11] + x * weight[13]) +
-             (5.597644988851731f * zz - 1.119528997770346f) * weight[12] + 0.5f * k10 * (xx - yy) * weight[14];
+             (5.597644988851731f * zz - 1.119528997770346f) * weight[12] +
+             0.5f * k10 * (xx - yy) * weight[14];
 }
 
 // Unit direction and 1 / length of `direction`; a zero direction gives zeros.
@@ -66,8 +69,8 @@ HOST_DEVICE inline float normalize3(const float direction[3], float unit[3]) {
   return inverse;
 }
 
-// Colour of coefficients sh [(degree + 1)^2, 3] seen along `direction` (from the camera to the Gaussian, any length).
-// False if the colour is not finite; rgb is then not to be used.
+// Colour of coefficients sh [(degree + 1)^2, 3] seen along `direction` (from the camera to the Gaussian, any
+// length). False if the colour is not finite; rgb is then not to be used.
 HOST_DEVICE inline bool eval_sh(int degree, const float direction[3], const float* sh, float rgb[3]) {
   float unit[3], basis[kMaxShCount];
   normalize3(direction, unit);
@@ -82,8 +85,8 @@ HOST_DEVICE inline bool eval_sh(int degree, const float direction[3], const floa
 }
 
 // Adjoint of eval_sh: adds to dL_dsh [(degree + 1)^2, 3] and dL_ddirection.
-HOST_DEVICE inline void eval_sh_backward(int degree, const float direction[3], const float* sh, const float dL_drgb[3],
-                                         float* dL_dsh, float dL_ddirection[3]) {
+HOST_DEVICE inline void eval_sh_backward(int degree, const float direction[3], const float* sh,
+                                         const float dL_drgb[3], float* dL_dsh, float dL_ddirection[3]) {
   float unit[3], basis[kMaxShCount], weight[kMaxShCount];
   const float inverse = normalize3(direction, unit);
   sh_basis(degree, unit[0], unit[1], unit[2], basis);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// tile.h: one projected Gaussian over pixels and tiles: where alpha can reach 1/255, alpha at a pixel, one step of
-// blending, and their adjoints.
+// tile.h: one projected Gaussian over pixels and tiles: where alpha can reach 1/255, alpha at a pixel, one
+// step of blending, and their adjoints.
 //
-// alpha(p) = min(0.99, opacity exp(-sigma)), sigma = (a dx^2 + c dy^2) / 2 + b dx dy with (dx, dy) = p - mean2d.
-// alpha >= 1/255 holds inside the ellipse 2 sigma <= k = 2 ln(255 opacity). The tile test is that of AccuTile
-// (Speedy-Splat, arXiv 2412.00578): in each row of tiles the ellipse covers one interval of tiles.
+// alpha(p) = min(0.99, opacity exp(-sigma)), sigma = (a dx^2 + c dy^2) / 2 + b dx dy with (dx, dy) = p -
+// mean2d. alpha >= 1/255 holds inside the ellipse 2 sigma <= k = 2 ln(255 opacity). The tile test is that of
+// AccuTile (Speedy-Splat, arXiv 2412.00578): in each row of tiles the ellipse covers one interval of tiles.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -15,14 +15,14 @@
 
 namespace mgpu::math {
 
-constexpr float kAlphaMin = 1.f / 255.f;       // below: skipped
-constexpr float kAlphaMax = 0.99f;             // cap
-constexpr float kTransmittanceMin = 1e-4f;     // a record that would bring T to this or below ends the pixel
+constexpr float kAlphaMin = 1.f / 255.f;        // below: skipped
+constexpr float kAlphaMax = 0.99f;              // cap
+constexpr float kTransmittanceMin = 1e-4f;      // a record that would bring T to this or below ends the pixel
 constexpr double kFloatEpsilon = 5.9604645e-8;  // half an ulp of 1, the error of one rounding
 
 // exp(x) for x in [-80, 0] within 2 ulp (tests/splats/test_blend.py); exp(-80) below, far from subnormals.
-// x = n ln2 + r with |r| <= ln2 / 2; n by adding 1.5 * 2^23, which leaves the rounded integer in the low bits.
-// Written as sums of one product and one addend, so that there is one way only to fuse them.
+// x = n ln2 + r with |r| <= ln2 / 2; n by adding 1.5 * 2^23, which leaves the rounded integer in the low
+// bits. Written as sums of one product and one addend, so that there is one way only to fuse them.
 template <typename F>
 HOST_DEVICE inline F exp_negative(F x) {
   constexpr float kRound = 12582912.f;
@@ -46,7 +46,8 @@ struct BlendRow {
   float x, half_a, b_dy, half_c_dy2, opacity;
 };
 
-HOST_DEVICE inline BlendRow make_blend_row(const float mean2d[2], const float conic[3], float opacity, float y_centre) {
+HOST_DEVICE inline BlendRow make_blend_row(const float mean2d[2], const float conic[3], float opacity,
+                                           float y_centre) {
   const float dy = y_centre - mean2d[1];
   return {mean2d[0], 0.5f * conic[0], conic[1] * dy, 0.5f * conic[2] * dy * dy, opacity};
 }
@@ -59,8 +60,9 @@ HOST_DEVICE inline F uncapped_alpha(const BlendRow& row, F dx) {
   return row.opacity * exp_negative(select(sigma > 0.f, F{} - sigma, F{}));
 }
 
-// One step front to back. `live` is the transmittance, or 0 once the pixel has ended; `kept` is the transmittance after
-// the last contribution. Returns alpha T, 0 if the record does not contribute; `contributes` is a bool or a mask.
+// One step front to back. `live` is the transmittance, or 0 once the pixel has ended; `kept` is the
+// transmittance after the last contribution. Returns alpha T, 0 if the record does not contribute;
+// `contributes` is a bool or a mask.
 template <typename F, typename Mask>
 HOST_DEVICE inline F blend_step(F raw_alpha, F& live, F& kept, Mask& contributes) {
   const F alpha = select(raw_alpha < kAlphaMax, raw_alpha, F{} + kAlphaMax);
@@ -73,13 +75,14 @@ HOST_DEVICE inline F blend_step(F raw_alpha, F& live, F& kept, Mask& contributes
   return weight;
 }
 
-// Adjoint of one step, back to front over the records that contributed (`contributed`: not behind the pixel's last).
-// colour_dot: rgb . dL_drgb + depth dL_ddepth at this pixel. On entry `transmittance` is that after the record, and
-// `behind` is dL of all that this light meets later on, background and accumulation included; both are moved to before
-// the record. Returns dL_dsigma and sets weight = alpha T; both 0 if the record did not contribute.
+// Adjoint of one step, back to front over the records that contributed (`contributed`: not behind the pixel's
+// last). colour_dot: rgb . dL_drgb + depth dL_ddepth at this pixel. On entry `transmittance` is that after
+// the record, and `behind` is dL of all that this light meets later on, background and accumulation included;
+// both are moved to before the record. Returns dL_dsigma and sets weight = alpha T; both 0 if the record did
+// not contribute.
 template <typename F, typename Mask>
-HOST_DEVICE inline F blend_step_backward(F raw_alpha, F colour_dot, Mask contributed, F& transmittance, F& behind,
-                                         F& weight) {
+HOST_DEVICE inline F blend_step_backward(F raw_alpha, F colour_dot, Mask contributed, F& transmittance,
+                                         F& behind, F& weight) {
   const F alpha = select(raw_alpha < kAlphaMax, raw_alpha, F{} + kAlphaMax);
   const Mask hit = contributed & (alpha >= kAlphaMin);
   const F inverse = 1.f / (1.f - alpha);
@@ -113,7 +116,8 @@ struct TileEllipse {
   double half_width, half_height;  // of its bounding box, px
 };
 
-// False if it is empty or not finite. In double: products of floats are exact there, so det has no cancellation.
+// False if it is empty or not finite. In double: products of floats are exact there, so det has no
+// cancellation.
 HOST_DEVICE inline bool make_tile_ellipse(const float mean2d[2], const float conic[3], float opacity,
                                           TileEllipse& out) {
   out.x = mean2d[0];
@@ -123,7 +127,8 @@ HOST_DEVICE inline bool make_tile_ellipse(const float mean2d[2], const float con
   out.c = conic[2];
   out.det = out.a * out.c - out.b * out.b;
   const double k = 2.0 * std::log(255.0 * static_cast<double>(opacity));
-  // thinner than 1 : 3000 (in 4K a splat across the image and under a pixel wide): floats cannot hold its conic
+  // thinner than 1 : 3000 (in 4K a splat across the image and under a pixel wide): floats cannot hold its
+  // conic
   if (!(out.det > 1e-7 * out.a * out.c && k > -1e-6)) return false;
   // sigma of a pixel is off by at most 16 roundings of its terms, which cancel to 1 part in ac / det
   out.k = (k > 0 ? k : 0) * (1.0 + 32.0 * kFloatEpsilon * out.a * out.c / out.det) + 1e-5;
@@ -133,7 +138,8 @@ HOST_DEVICE inline bool make_tile_ellipse(const float mean2d[2], const float con
   return out.half_width < 1e9 && out.half_height < 1e9 && std::fabs(out.x) < 1e9 && std::fabs(out.y) < 1e9;
 }
 
-// Tiles that hold a pixel centre inside the ellipse's bounding box: x0, y0, x1, y1 (exclusive). False if there are none.
+// Tiles that hold a pixel centre inside the ellipse's bounding box: x0, y0, x1, y1 (exclusive). False if
+// there are none.
 HOST_DEVICE inline bool tile_rect_of(const TileEllipse& e, const View& view, uint16_t rect[4]) {
   const double x0 = std::fmax(std::ceil(e.x - e.half_width - 0.5), 0.0);
   const double x1 = std::fmin(std::floor(e.x + e.half_width - 0.5), view.width - 1.0);
@@ -151,9 +157,11 @@ struct TileSpan {
   int begin, end;  // tiles of one row of tiles, end exclusive; begin == end: none
 };
 
-// Tiles in row `tile_y` whose pixel centres' columns meet the ellipse, within the record's rectangle. No tile with a
-// pixel of alpha >= 1/255 is left out; a kept tile meets the ellipse in the convex hull of its pixel centres' rows.
-HOST_DEVICE inline TileSpan tile_span_of(const TileEllipse& e, const View& view, const uint16_t rect[4], int tile_y) {
+// Tiles in row `tile_y` whose pixel centres' columns meet the ellipse, within the record's rectangle. No tile
+// with a pixel of alpha >= 1/255 is left out; a kept tile meets the ellipse in the convex hull of its pixel
+// centres' rows.
+HOST_DEVICE inline TileSpan tile_span_of(const TileEllipse& e, const View& view, const uint16_t rect[4],
+                                         int tile_y) {
   const int last_row = tile_y * kTileSize + kTileSize - 1;
   const double top = tile_y * kTileSize + 0.5 - e.y;
   const double bottom = (last_row < view.height ? last_row : view.height - 1) + 0.5 - e.y;

@@ -17,7 +17,9 @@ HOST_DEVICE inline float mul_add(float a, float b, float c) {
 #endif
 }
 
-HOST_DEVICE inline float dot3(const float a[3], const float b[3]) { return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]; }
+HOST_DEVICE inline float dot3(const float a[3], const float b[3]) {
+  return a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
+}
 
 HOST_DEVICE inline void cross3(const float a[3], const float b[3], float out[3]) {
   out[0] = a[1] * b[2] - a[2] * b[1];

@@ -7,29 +7,29 @@
 
 namespace mgpu {
 
-constexpr int kTileSize = 16;                        // pixels a side
+constexpr int kTileSize = 16;  // pixels a side
 constexpr int kTilePixels = kTileSize * kTileSize;
-constexpr int kMaxTilesAcross = 65535;               // tile coordinates are uint16 in a record
+constexpr int kMaxTilesAcross = 65535;  // tile coordinates are uint16 in a record
 
 struct View {
-  float rotation[9];     // world to camera, row-major
+  float rotation[9];  // world to camera, row-major
   float translation[3];
   float inverse_rotation[9];
-  float centre[3];       // of the camera, in the world: -rotation^-1 translation
-  float fx, fy, cx, cy;  // pixels
+  float centre[3];                   // of the camera, in the world: -rotation^-1 translation
+  float fx, fy, cx, cy;              // pixels
   float x_over_z_min, x_over_z_max;  // clamp of x/z and y/z in the Jacobian only, as gsplat does
   float y_over_z_min, y_over_z_max;
-  int width, height;     // pixels
+  int width, height;  // pixels
   int tiles_x, tiles_y;
-  int64_t tile_begin;    // of this view's first tile among the tiles of all views
+  int64_t tile_begin;  // of this view's first tile among the tiles of all views
 
   HOST_DEVICE int64_t tile_count() const { return int64_t{tiles_x} * tiles_y; }
 };
 
 // A view from a row-major 4x4 world-to-camera matrix (its last row is not read) and intrinsics in pixels.
 // A matrix without inverse gives a view with non-finite entries: every Gaussian fails its gate.
-inline View make_view(const float viewmat[16], double fx, double fy, double cx, double cy, int width, int height,
-                      int64_t tile_begin) {
+inline View make_view(const float viewmat[16], double fx, double fy, double cx, double cy, int width,
+                      int height, int64_t tile_begin) {
   View view{};
   double r[9], t[3];
   for (int i = 0; i < 3; ++i) {

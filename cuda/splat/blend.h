@@ -5,7 +5,8 @@
 
 namespace mgpu::splat {
 
-// The images of one view, row-major float32; depth is the accumulated one (weight times depth), null if not wanted.
+// The images of one view, row-major float32; depth is the accumulated one (weight times depth), null if not
+// wanted.
 struct ImagePointers {
   float* rgb;           // [H, W, 3]
   float* depth;         // [H, W]
@@ -22,12 +23,13 @@ struct ImageGradPointers {
 // Stage "blend": fills frame.owners[*].{transmittance, contributors, pixels}.
 void blend(Frame& frame);
 
-// Stage "assemble" (an exchange): owners write their pixels, over the background, into the images [views]; frees
-// pixels.
+// Stage "assemble" (an exchange): owners write their pixels, over the background, into the images [views];
+// frees pixels.
 void assemble_images(Frame& frame, const std::vector<ImagePointers>& images);
 
 // Stage "scatter" (an exchange) brings dL/d(image) to the owners; stage "blend_backward" fills
-// frame.owners[*].slot_grad, one RecordGrad per pair of (tile, record). No atomics: each slot is written once.
+// frame.owners[*].slot_grad, one RecordGrad per pair of (tile, record). No atomics: each slot is written
+// once.
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads);
 
 }  // namespace mgpu::splat

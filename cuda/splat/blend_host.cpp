@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// blend_host.cpp: tiles of 16x16 pixels in strips of 8 (one AVX2 register), each record only over the strips that its
-// ellipse's box meets. Formulas: math/tile.h, on eight pixels at once (math/lanes.h).
+// blend_host.cpp: tiles of 16x16 pixels in strips of 8 (one AVX2 register), each record only over the strips
+// that its ellipse's box meets. Formulas: math/tile.h, on eight pixels at once (math/lanes.h).
 #include "splat/blend.h"
 
 #include <algorithm>
@@ -61,7 +61,8 @@ StripBox strip_box(const TilePlace& place, const Record& record, const float hal
   return {static_cast<int>(std::clamp(std::ceil(y0), 0.f, size)),
           std::min(place.rows, static_cast<int>(std::clamp(std::floor(y1), 0.f, size))),
           static_cast<int>(std::clamp(std::ceil(x0), 0.f, size)) / kLanes,
-          (std::min(place.columns, static_cast<int>(std::clamp(std::floor(x1), 0.f, size))) + kLanes - 1) / kLanes};
+          (std::min(place.columns, static_cast<int>(std::clamp(std::floor(x1), 0.f, size))) + kLanes - 1) /
+              kLanes};
 }
 
 constexpr Lanes kLaneNumbers = {0.f, 1.f, 2.f, 3.f, 4.f, 5.f, 6.f, 7.f};
@@ -86,10 +87,11 @@ void start(const TilePlace& place, TileState& tile) {
   }
 }
 
-// `position` is 1 + the entry's place in the list; `first` the strip's first pixel in the tile, `x` its centre.
+// `position` is 1 + the entry's place in the list; `first` the strip's first pixel in the tile, `x` its
+// centre.
 template <bool kDepth>
-[[gnu::always_inline]] inline void blend_strip(const math::BlendRow& g, const Record& record, int32_t position,
-                                               int first, float x, TileState& tile) {
+[[gnu::always_inline]] inline void blend_strip(const math::BlendRow& g, const Record& record,
+                                               int32_t position, int first, float x, TileState& tile) {
   const Lanes dx = kLaneNumbers + x - g.x;  // the sum is exact: pixel centres below 2^22
   Lanes live = load_lanes(tile.live + first), kept = load_lanes(tile.transmittance + first);
   IntLanes contributes;
@@ -99,7 +101,8 @@ template <bool kDepth>
   store_lanes(tile.red + first, weight * record.rgb[0] + load_lanes(tile.red + first));
   store_lanes(tile.green + first, weight * record.rgb[1] + load_lanes(tile.green + first));
   store_lanes(tile.blue + first, weight * record.rgb[2] + load_lanes(tile.blue + first));
-  if constexpr (kDepth) store_lanes(tile.depth + first, weight * record.depth + load_lanes(tile.depth + first));
+  if constexpr (kDepth)
+    store_lanes(tile.depth + first, weight * record.depth + load_lanes(tile.depth + first));
   store_lanes(tile.contributors + first,
               math::select(contributes, IntLanes{} + position, load_lanes(tile.contributors + first)));
 }
@@ -170,15 +173,16 @@ struct alignas(64) TileGrad {
 enum Sum { kOne, kX, kY, kXX, kXY, kYY, kRed, kGreen, kBlue, kDepthSum, kAbsX, kAbsY, kSums };
 
 template <bool kDepth>
-[[gnu::always_inline]] inline void blend_strip_backward(const math::BlendRow& g, const Record& record, float dy,
-                                                        int32_t position, int first, float x, TileGrad& tile,
-                                                        Lanes* sums) {
+[[gnu::always_inline]] inline void blend_strip_backward(const math::BlendRow& g, const Record& record,
+                                                        float dy, int32_t position, int first, float x,
+                                                        TileGrad& tile, Lanes* sums) {
   const Lanes red = load_lanes(tile.red + first), green = load_lanes(tile.green + first);
   const Lanes blue = load_lanes(tile.blue + first), depth = load_lanes(tile.depth + first);
   const Lanes dx = kLaneNumbers + x - g.x;
   Lanes colour_dot = red * record.rgb[0] + (green * record.rgb[1] + blue * record.rgb[2]);
   if constexpr (kDepth) colour_dot += depth * record.depth;
-  Lanes transmittance = load_lanes(tile.transmittance + first), behind = load_lanes(tile.behind + first), weight;
+  Lanes transmittance = load_lanes(tile.transmittance + first), behind = load_lanes(tile.behind + first),
+        weight;
   const IntLanes contributed = load_lanes(tile.contributors + first) >= position;
   const Lanes dL_dsigma = math::blend_step_backward(math::uncapped_alpha(g, dx), colour_dot, contributed,
                                                     transmittance, behind, weight);
@@ -211,11 +215,12 @@ RecordGrad grad_from_sums(const Record& record, const Lanes* sums) {
 }
 
 template <bool kDepth>
-void blend_tile_backward(const TileOwner& owner, const TilePlace& place, const TileEntry* entries, int64_t count,
-                         TileGrad& tile, RecordGrad* slot_grad) {
+void blend_tile_backward(const TileOwner& owner, const TilePlace& place, const TileEntry* entries,
+                         int64_t count, TileGrad& tile, RecordGrad* slot_grad) {
   int32_t last[kStrips], deepest = 0;  // contributors of each strip's deepest pixel
   for (int strip = 0; strip < kStrips; ++strip) {
-    last[strip] = *std::max_element(tile.contributors + strip * kLanes, tile.contributors + (strip + 1) * kLanes);
+    last[strip] =
+        *std::max_element(tile.contributors + strip * kLanes, tile.contributors + (strip + 1) * kLanes);
     deepest = std::max(deepest, last[strip]);
   }
   for (int64_t i = count - 1; i >= 0; --i) {
@@ -261,19 +266,21 @@ void blend_owner_backward(const Frame& frame, int self, TileOwner& owner, const 
       const float* accumulation = planes + 4 * kTilePixels;
       std::copy_n(owner.transmittance.data() + t * kTilePixels, kTilePixels, tile.transmittance);
       std::copy_n(owner.contributors.data() + t * kTilePixels, kTilePixels, tile.contributors);
-      for (int i = 0; i < kTilePixels; ++i) {  // what is left passes on to the background, and out of accumulation
+      for (int i = 0; i < kTilePixels;
+           ++i) {  // what is left passes on to the background, and out of accumulation
         const float dL_dtransmittance = background[0] * tile.red[i] + background[1] * tile.green[i] +
                                         background[2] * tile.blue[i] - accumulation[i];
         tile.behind[i] = tile.transmittance[i] * dL_dtransmittance;
       }
-      blend_tile_backward<kDepth>(owner, place_of(frame, owner.tiles.begin + t), owner.entry.data() + first, count,
-                                  tile, owner.slot_grad.data());
+      blend_tile_backward<kDepth>(owner, place_of(frame, owner.tiles.begin + t), owner.entry.data() + first,
+                                  count, tile, owner.slot_grad.data());
     }
   });
 }
 
 // One plane of a tile from an image [H, W, channels]; zeros where there is no image or no pixel.
-void cut_plane(const float* image, int channels, int channel, const View& view, const TilePlace& place, float* plane) {
+void cut_plane(const float* image, int channels, int channel, const View& view, const TilePlace& place,
+               float* plane) {
   std::fill_n(plane, kTilePixels, 0.f);
   if (!image) return;
   for (int row = 0; row < place.rows; ++row) {
@@ -286,8 +293,10 @@ void cut_plane(const float* image, int channels, int channel, const View& view, 
 
 void blend(Frame& frame) {
   for_each_shard("blend", [&](const Shard& shard) {
-    if (frame.settings.wanted_depth) blend_owner<true>(frame, shard.index, frame.owners[shard.index]);
-    else blend_owner<false>(frame, shard.index, frame.owners[shard.index]);
+    if (frame.settings.wanted_depth)
+      blend_owner<true>(frame, shard.index, frame.owners[shard.index]);
+    else
+      blend_owner<false>(frame, shard.index, frame.owners[shard.index]);
   });
 }
 
@@ -321,7 +330,8 @@ void assemble_images(Frame& frame, const std::vector<ImagePointers>& images) {
 
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   std::vector<Buffer<float>> image_grad(frame.owners.size());  // [tiles, 5, 256] each
-  const bool depth = std::any_of(grads.begin(), grads.end(), [](const ImageGradPointers& g) { return g.depth; });
+  const bool depth =
+      std::any_of(grads.begin(), grads.end(), [](const ImageGradPointers& g) { return g.depth; });
   const auto scatter = [&](const Shard& shard) {
     const TileOwner& owner = frame.owners[shard.index];
     Buffer<float>& cut = image_grad[shard.index];
@@ -341,8 +351,10 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   for_each_shard("scatter", scatter, Access::kExchange);
   for_each_shard("blend_backward", [&](const Shard& shard) {
     TileOwner& owner = frame.owners[shard.index];
-    if (depth) blend_owner_backward<true>(frame, shard.index, owner, image_grad[shard.index]);
-    else blend_owner_backward<false>(frame, shard.index, owner, image_grad[shard.index]);
+    if (depth)
+      blend_owner_backward<true>(frame, shard.index, owner, image_grad[shard.index]);
+    else
+      blend_owner_backward<false>(frame, shard.index, owner, image_grad[shard.index]);
   });
 }
 

@@ -15,15 +15,16 @@ struct SplatColumns {
   int sh_rest;  // 0, 3, 8 or 15: bands above the constant one
 };
 
-// Optimizer state of a table, and what is needed to replay missed steps. All pointers may be null (no replay).
+// Optimizer state of a table, and what is needed to replay missed steps. All pointers may be null (no
+// replay).
 struct AdamState {
   float* exp_avg[kColumns];
   float* exp_avg_sq[kColumns];
   int32_t* last_step;  // last_step[row]: steps already applied to the row
 };
 
-// Steps base+1 .. now; made and kept by History (splat/history.h). Arrays per step have length now - base, index
-// j - base - 1; arrays per last step l = base .. now have one more, index l - base.
+// Steps base+1 .. now; made and kept by History (splat/history.h). Arrays per step have length now - base,
+// index j - base - 1; arrays per last step l = base .. now have one more, index l - base.
 struct AdamHistory {
   int64_t base, now;
   double beta1, beta2;
@@ -35,7 +36,7 @@ struct AdamHistory {
   float max_step_size[kColumns];     // of the steps held
   const float* beta1_power;          // beta1^k, k = 0 .. now - base
   const float* beta2_power;          // beta2^k
-  const float* noise_var;  // prefix sums of the squared MCMC noise scale, by l; null: no noise
+  const float* noise_var;            // prefix sums of the squared MCMC noise scale, by l; null: no noise
   uint64_t seed;
 };
 

@@ -47,7 +47,8 @@ void pack(const Frame& frame, int home, std::vector<Parcel>& parcels) {
   const ShardRecords& in = frame.shards[home];
   const int64_t shards = static_cast<int64_t>(frame.owners.size());
   const int64_t pieces = (in.count + kGrain - 1) / kGrain;
-  std::vector<int64_t> position(static_cast<size_t>(pieces * shards), 0);  // [piece, owner] counts, then offsets
+  std::vector<int64_t> position(static_cast<size_t>(pieces * shards),
+                                0);  // [piece, owner] counts, then offsets
   parallel_for(in.count, kGrain, [&](int64_t begin, int64_t end) {
     int64_t* counts = &position[begin / kGrain * shards];
     for (int64_t r = begin; r < end; ++r) {
@@ -87,12 +88,14 @@ void pack(const Frame& frame, int home, std::vector<Parcel>& parcels) {
 // At the owner: one contiguous copy per home.
 void pull(const std::vector<std::vector<Parcel>>& parcels, int self, TileOwner& owner) {
   owner.peer_begin.assign(1, 0);
-  for (const auto& from_home : parcels) owner.peer_begin.push_back(owner.peer_begin.back() + from_home[self].count);
+  for (const auto& from_home : parcels)
+    owner.peer_begin.push_back(owner.peer_begin.back() + from_home[self].count);
   const int64_t total = owner.peer_begin.back();
   if (total > std::numeric_limits<int32_t>::max()) {
-    throw std::runtime_error("one shard received " + std::to_string(total) +
-                             " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
-                             "cameras in one call");
+    throw std::runtime_error(
+        "one shard received " + std::to_string(total) +
+        " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
+        "cameras in one call");
   }
   owner.record = Buffer<Record>(total, self);
   owner.view = Buffer<int32_t>(total, self);
@@ -101,7 +104,8 @@ void pull(const std::vector<std::vector<Parcel>>& parcels, int self, TileOwner& 
     std::copy(parcel.record.begin(), parcel.record.end(), owner.record.data() + owner.peer_begin[home]);
     for (size_t v = 0; v + 1 < parcel.view_begin.size(); ++v) {
       std::fill(owner.view.data() + owner.peer_begin[home] + parcel.view_begin[v],
-                owner.view.data() + owner.peer_begin[home] + parcel.view_begin[v + 1], static_cast<int32_t>(v));
+                owner.view.data() + owner.peer_begin[home] + parcel.view_begin[v + 1],
+                static_cast<int32_t>(v));
     }
   }
 }

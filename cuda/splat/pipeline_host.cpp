@@ -15,7 +15,8 @@ template <typename Work>
 void timed(Frame& frame, const char* stage, const Work& work) {
   const auto start = std::chrono::steady_clock::now();
   work();
-  frame.times.push_back({stage, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
+  frame.times.push_back(
+      {stage, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
 }
 
 }  // namespace

@@ -20,15 +20,17 @@ struct BlockRecords {
 };
 
 void load_geometry(const Frame& frame, int64_t row, RowValues& values) {
-  replay_geometry(frame.columns, frame.state_or_null(), frame.history_or_null(), row, values.mean, values.quat,
-                  values.log_scale, values.opacity_logit);
+  replay_geometry(frame.columns, frame.state_or_null(), frame.history_or_null(), row, values.mean,
+                  values.quat, values.log_scale, values.opacity_logit);
 }
 
 void load_sh(const Frame& frame, int64_t row, RowValues& values) {
-  replay_sh(frame.columns, frame.state_or_null(), frame.history_or_null(), row, frame.settings.sh_count(), values.sh);
+  replay_sh(frame.columns, frame.state_or_null(), frame.history_or_null(), row, frame.settings.sh_count(),
+            values.sh);
 }
 
-bool make_record(const Frame& frame, const View& view, int64_t row, RowValues& values, bool& has_sh, Record& out) {
+bool make_record(const Frame& frame, const View& view, int64_t row, RowValues& values, bool& has_sh,
+                 Record& out) {
   math::Projected p;
   if (!math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
                               frame.settings.antialiased, p)) {
@@ -48,8 +50,8 @@ bool make_record(const Frame& frame, const View& view, int64_t row, RowValues& v
 }
 
 // One block: its rows once, each in all views (a row is replayed once whatever the number of views).
-void project_block(const Frame& frame, RowRange rows, int owner, BlockRecords* per_view, Buffer<Record>& scratch,
-                   Buffer<int64_t>& scratch_row) {
+void project_block(const Frame& frame, RowRange rows, int owner, BlockRecords* per_view,
+                   Buffer<Record>& scratch, Buffer<int64_t>& scratch_row) {
   const int64_t views = static_cast<int64_t>(frame.views.size());
   std::vector<int64_t> counts(frame.views.size(), 0);
   RowValues values;
@@ -123,8 +125,8 @@ void add_to(float* column, int64_t row, int width, const float* values) {
 }
 
 // Records of one block of rows in one view: the adjoint of make_record, added to the columns' gradients.
-void project_block_backward(const Frame& frame, const ShardRecords& in, RowRange records, const ColumnGrads* columns,
-                            double* dL_dviewmat) {
+void project_block_backward(const Frame& frame, const ShardRecords& in, RowRange records,
+                            const ColumnGrads* columns, double* dL_dviewmat) {
   const int sh_count = frame.settings.sh_count();
   const int sh_rest = frame.columns.sh_rest;
   RowValues values;
@@ -134,8 +136,8 @@ void project_block_backward(const Frame& frame, const ShardRecords& in, RowRange
     load_sh(frame, row, values);
     float dL_dmean[3] = {}, dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f;
     float dL_dsh[3 * math::kMaxShCount] = {}, dL_dview[12] = {};
-    record_backward(frame.views[in.view[r]], frame.settings, values, in.grad[r], dL_dmean, dL_dquat, dL_dlog_scale,
-                    dL_dlogit, dL_dsh, dL_dview);
+    record_backward(frame.views[in.view[r]], frame.settings, values, in.grad[r], dL_dmean, dL_dquat,
+                    dL_dlog_scale, dL_dlogit, dL_dsh, dL_dview);
     if (columns) {
       add_to(columns->means, row, 3, dL_dmean);
       add_to(columns->quats, row, 4, dL_dquat);
@@ -181,7 +183,8 @@ void project_backward(const Frame& frame, const ColumnGrads* columns, double* dL
         const int64_t* last = in.row.data() + in.view_begin[v + 1];
         const RowRange records{std::lower_bound(first, last, block.begin) - in.row.data(),
                                std::lower_bound(first, last, block.end) - in.row.data()};
-        project_block_backward(frame, in, records, columns, dL_dviewmat ? block_sums.data() + i * 12 : nullptr);
+        project_block_backward(frame, in, records, columns,
+                               dL_dviewmat ? block_sums.data() + i * 12 : nullptr);
       }
     });
     if (!dL_dviewmat) return;

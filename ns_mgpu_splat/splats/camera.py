@@ -30,7 +30,9 @@ class Camera:
     def __post_init__(self) -> None:
         """Check the fields, and make plain numbers of them."""
         if not isinstance(self.viewmat, Tensor) or tuple(self.viewmat.shape) != (4, 4):
-            got = list(self.viewmat.shape) if isinstance(self.viewmat, Tensor) else type(self.viewmat).__name__
+            got = (
+                list(self.viewmat.shape) if isinstance(self.viewmat, Tensor) else type(self.viewmat).__name__
+            )
             raise ValueError(f"viewmat is {got}, expected a [4, 4] tensor, world to camera in OpenCV axes.")
         if self.viewmat.device.type == "cpu" and not bool(torch.isfinite(self.viewmat.detach()).all()):
             raise ValueError("viewmat has NaN or infinite entries.")
@@ -43,10 +45,14 @@ class Camera:
             setattr(self, name, int(value))
         for name in ("fx", "fy"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive focal length in pixels.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, expected a positive focal length in pixels."
+                )
         for name in ("cx", "cy"):
             if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a finite principal point in pixels.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, expected a finite principal point in pixels."
+                )
 
     @classmethod
     def from_K(cls, viewmat: Tensor, K: Tensor, width: int, height: int) -> Camera:

@@ -35,7 +35,9 @@ class Records:
     """(R,), z in the camera, scene units."""
 
 
-def project(table: SplatTable, camera: Camera, *, antialias: bool = False, sh_degree: int | None = None) -> Records:
+def project(
+    table: SplatTable, camera: Camera, *, antialias: bool = False, sh_degree: int | None = None
+) -> Records:
     """Project the Gaussians of `table` and keep the visible ones.
 
     Visible: in front of the near plane (0.01), finite, and with an alpha of at least 1/255 in reach of a pixel centre.

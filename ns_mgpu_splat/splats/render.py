@@ -127,7 +127,9 @@ class _Render(torch.autograd.Function):
             None,
         )
         ctx.optimizer, ctx.returned = optimizer, False
-        ctx.save_for_backward(*columns)  # backward reads them again: autograd notices if they were changed in place
+        ctx.save_for_backward(
+            *columns
+        )  # backward reads them again: autograd notices if they were changed in place
         ctx.set_materialize_grads(False)
         return tuple(image for triple in images for image in triple)
 
@@ -163,7 +165,9 @@ def _split_background(background: Tensor | Sequence[float] | None) -> tuple[Tens
     """The background as the operator takes it, and as autograd must see it: one of the two is None."""
     if background is None:
         return None, None
-    tensor = background if isinstance(background, Tensor) else torch.tensor(list(background), dtype=torch.float32)
+    tensor = (
+        background if isinstance(background, Tensor) else torch.tensor(list(background), dtype=torch.float32)
+    )
     if tuple(tensor.shape) != (3,):
         raise ValueError(f"background is {list(tensor.shape)}, expected [3]: red, green, blue.")
     tensor = tensor.to(torch.float32)
@@ -183,14 +187,22 @@ def check_columns(table: SplatTable) -> tuple[Tensor, ...]:
     for (name, letters), column, shape in zip(COLUMN_SHAPES.items(), columns, shapes, strict=True):
         if tuple(column.shape) != shape:
             order = " Order is w, x, y, z: docs/conventions.md." if name == "quats" else ""
-            raise ValueError(f"{name} is {list(column.shape)}, expected {letters} with N = {rows} as in means.{order}")
+            raise ValueError(
+                f"{name} is {list(column.shape)}, expected {letters} with N = {rows} as in means.{order}"
+            )
         if column.dtype != torch.float32 or not column.is_contiguous():
             kind = str(column.dtype).removeprefix("torch.")
-            raise ValueError(f"{name} is {kind}, strides {list(column.stride())}; expected contiguous float32.")
+            raise ValueError(
+                f"{name} is {kind}, strides {list(column.stride())}; expected contiguous float32."
+            )
         if column.device.type != "mgpu":
-            raise ValueError(f"{name} is on {column.device}, expected mgpu. SplatTable puts its columns there.")
+            raise ValueError(
+                f"{name} is on {column.device}, expected mgpu. SplatTable puts its columns there."
+            )
     if rest not in (0, 3, 8, 15):
-        raise ValueError(f"shN is {list(columns[5].shape)}, expected [N, K, 3] with K = 0, 3, 8 or 15 (degree 0 to 3).")
+        raise ValueError(
+            f"shN is {list(columns[5].shape)}, expected [N, K, 3] with K = 0, 3, 8 or 15 (degree 0 to 3)."
+        )
     return columns
 
 
@@ -203,5 +215,7 @@ def check_sh_degree(sh_degree: int | None, sh_rest: Tensor) -> int:
     if sh_degree is None:
         return of_table
     if not 0 <= int(sh_degree) <= of_table:
-        raise ValueError(f"sh_degree is {sh_degree}, but the table's shN is {list(sh_rest.shape)}: degree 0 to {of_table}.")
+        raise ValueError(
+            f"sh_degree is {sh_degree}, but the table's shN is {list(sh_rest.shape)}: degree 0 to {of_table}."
+        )
     return int(sh_degree)

@@ -64,8 +64,20 @@ def sh_color(degree: int, directions: Tensor, sh: Tensor) -> Tensor:
         c = 0.4886025119029199
         basis += [-c * y, c * z, -c * x]
     if degree >= 2:
-        c = (1.0925484305920792, -1.0925484305920792, 0.31539156525252005, -1.0925484305920792, 0.5462742152960396)
-        basis += [c[0] * x * y, c[1] * y * z, c[2] * (2 * z * z - x * x - y * y), c[3] * x * z, c[4] * (x * x - y * y)]
+        c = (
+            1.0925484305920792,
+            -1.0925484305920792,
+            0.31539156525252005,
+            -1.0925484305920792,
+            0.5462742152960396,
+        )
+        basis += [
+            c[0] * x * y,
+            c[1] * y * z,
+            c[2] * (2 * z * z - x * x - y * y),
+            c[3] * x * z,
+            c[4] * (x * x - y * y),
+        ]
     if degree >= 3:
         c3 = (-0.5900435899266435, 2.890611442640554, -0.4570457994644658, 0.3731763325901154, -0.4570457994644658,
               1.445305721320277, -0.5900435899266435)  # fmt: skip
@@ -82,7 +94,9 @@ def sh_color(degree: int, directions: Tensor, sh: Tensor) -> Tensor:
     return ((values[..., None] * sh[:, : values.shape[-1]]).sum(1) + 0.5).clamp_min(0.0)
 
 
-def project(columns: dict[str, Tensor], camera: TwinCamera, *, antialiased: bool, sh_degree: int) -> Projected:
+def project(
+    columns: dict[str, Tensor], camera: TwinCamera, *, antialiased: bool, sh_degree: int
+) -> Projected:
     """Columns as in the table (log scales, logit opacities), float64."""
     view_rotation, translation = camera.viewmat[:3, :3], camera.viewmat[:3, 3]
     means_camera = columns["means"] @ view_rotation.T + translation
@@ -90,8 +104,12 @@ def project(columns: dict[str, Tensor], camera: TwinCamera, *, antialiased: bool
     in_front = z > NEAR
     z = torch.where(in_front, z, torch.ones_like(z))
     tan_x, tan_y = 0.5 * camera.width / camera.fx, 0.5 * camera.height / camera.fy
-    u = (x / z).clamp(-(camera.cx / camera.fx + 0.3 * tan_x), (camera.width - camera.cx) / camera.fx + 0.3 * tan_x)
-    v = (y / z).clamp(-(camera.cy / camera.fy + 0.3 * tan_y), (camera.height - camera.cy) / camera.fy + 0.3 * tan_y)
+    u = (x / z).clamp(
+        -(camera.cx / camera.fx + 0.3 * tan_x), (camera.width - camera.cx) / camera.fx + 0.3 * tan_x
+    )
+    v = (y / z).clamp(
+        -(camera.cy / camera.fy + 0.3 * tan_y), (camera.height - camera.cy) / camera.fy + 0.3 * tan_y
+    )
     zero = torch.zeros_like(z)
     jacobian = torch.stack(
         [camera.fx / z, zero, -camera.fx * u / z, zero, camera.fy / z, -camera.fy * v / z], -1
@@ -133,7 +151,9 @@ def blend(
     """
     dtype = p.means2d.dtype
     ys, xs = torch.meshgrid(
-        torch.arange(camera.height, dtype=dtype) + 0.5, torch.arange(camera.width, dtype=dtype) + 0.5, indexing="ij"
+        torch.arange(camera.height, dtype=dtype) + 0.5,
+        torch.arange(camera.width, dtype=dtype) + 0.5,
+        indexing="ij",
     )
     pixels = torch.stack([xs, ys], -1).reshape(-1, 1, 2)
     order = fixed.order if fixed else torch.sort(p.depths, stable=True).indices

@@ -54,7 +54,7 @@ def random_twin_camera(seed: int, width: int, height: int) -> twin.TwinCamera:
     return twin.TwinCamera(view, 0.8 * width, 0.85 * width, width / 2 + 1.3, height / 2 - 2.1, width, height)
 
 
-def camera_of(camera: twin.TwinCamera, viewmat: Tensor | None = None):  # noqa: ANN201
+def camera_of(camera: twin.TwinCamera, viewmat: Tensor | None = None):
     """The production camera of a twin's camera."""
     from ns_mgpu_splat import Camera
 
@@ -68,7 +68,7 @@ def in_double(camera: twin.TwinCamera, *, requires_grad: bool = False) -> twin.T
     return twin.TwinCamera(view, camera.fx, camera.fy, camera.cx, camera.cy, camera.width, camera.height)
 
 
-def table_of(columns: dict[str, Tensor], *, requires_grad: bool = True):  # noqa: ANN201
+def table_of(columns: dict[str, Tensor], *, requires_grad: bool = True):
     """A splat table with these columns."""
     from ns_mgpu_splat import SplatTable
 

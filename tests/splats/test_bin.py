@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import splat_scenes as scenes
 import torch
 
@@ -12,7 +14,7 @@ from ns_mgpu_splat.splats import project
 TILE = 16
 
 
-def tile_lists(columns: dict[str, torch.Tensor], camera) -> list[list[int]]:  # noqa: ANN001
+def tile_lists(columns: dict[str, torch.Tensor], camera) -> list[list[int]]:
     """Rows in each tile's list, front to back, tile by tile over all owners."""
     table = scenes.table_of(columns, requires_grad=False)
     frame, _ = native().splat_forward(
@@ -58,10 +60,14 @@ def test_lists_hold_every_pair_that_can_be_seen_and_hardly_any_other() -> None:
             alpha = (opacity * torch.exp(-0.5 * (a * dx * dx + c * dy * dy) - b * dx * dy)).amax(0)
             needed = set(row[alpha >= 1 / 255].tolist())
             assert len(rows) == len(set(rows))
-            assert needed <= set(rows), f"tile {tile} of {width}x{height} lacks rows {sorted(needed - set(rows))}"
+            assert needed <= set(rows), (
+                f"tile {tile} of {width}x{height} lacks rows {sorted(needed - set(rows))}"
+            )
             # a finer grid over the hull of the pixel centres: what the ellipse meets between them
             fx, fy = torch.meshgrid(
-                torch.linspace(left + 0.5, right - 0.5, 61), torch.linspace(top + 0.5, bottom - 0.5, 61), indexing="xy"
+                torch.linspace(left + 0.5, right - 0.5, 61),
+                torch.linspace(top + 0.5, bottom - 0.5, 61),
+                indexing="xy",
             )
             dx, dy = fx.reshape(-1, 1) - x, fy.reshape(-1, 1) - y
             fine = (opacity * torch.exp(-0.5 * (a * dx * dx + c * dy * dy) - b * dx * dy)).amax(0)
@@ -81,7 +87,7 @@ def test_lists_are_front_to_back_with_ties_by_row() -> None:
     for rows in tile_lists(columns, camera):
         keys = [(depth[r].item(), r) for r in rows]
         assert keys == sorted(keys)
-        ties += sum(first[0] == second[0] for first, second in zip(keys, keys[1:], strict=False))
+        ties += sum(first[0] == second[0] for first, second in itertools.pairwise(keys))
     assert ties > 100
 
 

@@ -39,7 +39,9 @@ def middle(image: torch.Tensor) -> torch.Tensor:
 
 
 def test_exp_is_within_two_ulp() -> None:
-    bits = torch.arange(-0x80000000, -0x80000000 + 0x42A00000, 499, dtype=torch.int64).to(torch.int32)  # -0 to -80
+    bits = torch.arange(-0x80000000, -0x80000000 + 0x42A00000, 499, dtype=torch.int64).to(
+        torch.int32
+    )  # -0 to -80
     x = bits.view(torch.float32)
     assert x.min() > -80.001
     truth = x.double().exp()
@@ -88,10 +90,15 @@ def test_gradients_match_finite_differences_of_the_twin(antialiased: bool) -> No
     background = torch.tensor([0.2, 0.5, 0.9])
     table = scenes.table_of(columns)
     viewmat = camera.viewmat.clone().requires_grad_()
-    (image,) = render(table, scenes.camera_of(camera, viewmat), background=background, antialiased=antialiased)
+    (image,) = render(
+        table, scenes.camera_of(camera, viewmat), background=background, antialiased=antialiased
+    )
     weights = scenes.image_weights(1, (30, 40, 3), (30, 40, 1), (30, 40, 1))
     device = image.rgb.device
-    loss = sum((part * w.to(device)).sum() for part, w in zip((image.rgb, image.accumulation, image.depth_sum), weights))
+    loss = sum(
+        (part * w.to(device)).sum()
+        for part, w in zip((image.rgb, image.accumulation, image.depth_sum), weights, strict=True)
+    )
     loss.backward()
 
     base = {name: column.double() for name, column in columns.items()}

@@ -127,7 +127,9 @@ def test_rows_behind_the_near_plane_or_without_direction_are_culled() -> None:
 
 
 def test_no_rows_give_no_records() -> None:
-    records = project(scenes.table_of(scenes.random_columns(0, 0)), scenes.camera_of(scenes.random_twin_camera(0, 20, 20)))
+    records = project(
+        scenes.table_of(scenes.random_columns(0, 0)), scenes.camera_of(scenes.random_twin_camera(0, 20, 20))
+    )
     assert records.row.shape == (0,)
     assert records.means2d.shape == (0, 2)
     assert records.conics.shape == (0, 3)

@@ -60,7 +60,11 @@ def test_images_and_gradients_match_the_twin(
         device = image.rgb.device
         loss = loss + sum(
             (part * w.to(device)).sum().cpu()
-            for part, w in ((image.rgb, weights[0]), (image.accumulation, weights[1]), (image.depth, solid_weight))
+            for part, w in (
+                (image.rgb, weights[0]),
+                (image.accumulation, weights[1]),
+                (image.depth, solid_weight),
+            )
         )
         truth_loss = (
             truth_loss
@@ -155,7 +159,10 @@ def test_images_are_bit_equal_on_any_mesh_and_gradients_agree(tmp_path: Path) ->
     for devices, result in results.items():
         for name, value in result.items():
             if name.startswith("grad"):
-                assert np.abs(value - reference[name]).max() <= 1e-4 * np.abs(reference[name]).max(), (devices, name)
+                assert np.abs(value - reference[name]).max() <= 1e-4 * np.abs(reference[name]).max(), (
+                    devices,
+                    name,
+                )
             else:
                 assert np.array_equal(value, reference[name]), (devices, name)
 
@@ -198,7 +205,9 @@ def test_hidden_rows_leave_image_bit_equal() -> None:
 
 def test_no_rows_give_the_background_and_a_graph() -> None:
     table = scenes.table_of(scenes.random_columns(0, 0))
-    (image,) = render(table, scenes.camera_of(scenes.random_twin_camera(0, 20, 10)), background=[0.1, 0.2, 0.3])
+    (image,) = render(
+        table, scenes.camera_of(scenes.random_twin_camera(0, 20, 10)), background=[0.1, 0.2, 0.3]
+    )
     assert torch.allclose(image.rgb.detach().cpu(), torch.tensor([0.1, 0.2, 0.3]).expand(10, 20, 3))
     assert not image.accumulation.detach().cpu().any()
     image.rgb.sum().backward()
@@ -361,5 +370,7 @@ def test_bad_arguments_are_named() -> None:
             means, quats, *rest = table.columns()
             return (means, quats[:, :3], *rest)
 
-    with pytest.raises(ValueError, match=r"quats is \[10, 3\], expected \[N, 4\] with N = 10 as in means\. Order is w"):
+    with pytest.raises(
+        ValueError, match=r"quats is \[10, 3\], expected \[N, 4\] with N = 10 as in means\. Order is w"
+    ):
         render(Wrong(), camera)

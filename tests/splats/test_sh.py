@@ -42,7 +42,10 @@ def test_lower_degree_uses_the_first_bands_only(used: int) -> None:
     table = scenes.table_of(columns)
     records = project(table, scenes.camera_of(camera), sh_degree=used)
     truth = twin.project(
-        {k: v.double() for k, v in columns.items()}, scenes.in_double(camera), antialiased=False, sh_degree=used
+        {k: v.double() for k, v in columns.items()},
+        scenes.in_double(camera),
+        antialiased=False,
+        sh_degree=used,
     )
     assert torch.allclose(records.colors.detach().cpu().double(), truth.colors[records.row.cpu()], atol=1e-5)
     records.colors.sum().backward()
