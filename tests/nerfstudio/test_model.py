@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import scene
 import torch
+from conftest import environment
 
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 from ns_mgpu_splat.nerfstudio.model import GaussParams, MgpuSplatModel, view_matrix
@@ -187,31 +191,28 @@ def test_splatfactos_checkpoint_with_opacities_in_two_dimensions_is_taken(
     )
 
 
-def test_a_training_step_runs_sharded_without_fallback_and_without_n_sized_work_on_one_shard(
-    nerfstudio_folder: scene.Scene,
+@pytest.mark.parametrize("locality", ["0", "1"])
+def test_a_training_step_has_no_fallback_and_no_n_sized_work_on_one_shard(
+    tmp_path: Path, locality: str
 ) -> None:
-    from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
+    """The threshold lies between an image (9,216 numbers) and the smallest column (20,000): what is large has N rows.
 
-    pipeline = make_pipeline(nerfstudio_folder.root)
-    optimizers = SplatOptimizers(
-        mgpu_splat.config.optimizers, pipeline.get_param_groups(), pipeline.model, 100, 0
+    With the locality check, a stage that touches another shard's rows would end the process with code 86.
+    """
+    made = scene.write_nerfstudio(tmp_path, images=4, points=20_000)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "step_stats.py"), str(made.root)],
+        env=environment(MGPU_DEVICES="cpu:3", MGPU_SHARD_THRESHOLD="10000", MGPU_CHECK_LOCALITY=locality),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    pipeline.model.start_training(optimizers.table, 100, 0)
-    pipeline.train()
-
-    def step(number: int) -> float:
-        pipeline.model.step = number
-        optimizers.zero_grad_all()
-        _, losses, _ = pipeline.get_train_loss_dict(number)
-        losses["main_loss"].backward()
-        optimizers.step_some(["splats"], number)
-        return float(losses["main_loss"].detach())
-
-    first = step(1)
-    torch.mgpu.reset_op_stats()
-    losses = [step(number) for number in range(2, 40)]
-    stats = torch.mgpu.op_stats()
-    assert np.mean(losses[-12:]) < first
-    assert all(p.grad is None for p in pipeline.model.gauss_params.values()), "no N-sized gradient is stored"
-    fallen = {name: counts for name, counts in stats.items() if counts.get("fallback", 0)}
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["rows"] == 20_000
+    assert np.mean(result["losses"][-10:]) < 0.9 * np.mean(result["losses"][:3])
+    assert result["gradients"] == [], "no N-sized gradient is stored"
+    fallen = {name: counts for name, counts in result["stats"].items() if counts["fallback"]}
     assert not fallen, f"operators without a kernel: {fallen}"
+    large = {name: counts for name, counts in result["stats"].items() if counts["large"]}
+    assert not large, f"operators with N rows on one shard: {large}"
