@@ -14,6 +14,7 @@
 
 #include "memory/transfer.h"
 #include "splat/kernels.h"
+#include "splat/sh_stage.h"
 
 namespace mgpu::splat {
 
@@ -102,12 +103,16 @@ struct RecordTarget {
 };
 
 template <int kDegree>
-__device__ bool make_record(const RowSource& in, int64_t row, const View& view, Record& out) {
+__device__ bool make_record(const RowSource& in, int64_t row, const View& view, ShStage& rest, Record& out) {
   RowValues values;
   math::Projected p;
   in.load_geometry(row, values);
   if (!in.project(view, values, p)) return false;
-  replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, (kDegree + 1) * (kDegree + 1), values.sh);
+  constexpr int kRest = 3 * ((kDegree + 1) * (kDegree + 1) - 1);
+  replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, 1, values.sh);
+  if (in.replays) rest.replay(in.history, in.state.last_step[row], kRest);
+#pragma unroll
+  for (int k = 0; k < kRest; ++k) values.sh[3 + k] = rest.value(k);
   float direction[3];
   for (int i = 0; i < 3; ++i) direction[i] = values.mean[i] - view.centre[i];
   if (!math::eval_sh(kDegree, direction, values.sh, out.rgb)) return false;
@@ -120,20 +125,23 @@ __device__ bool make_record(const RowSource& in, int64_t row, const View& view, 
 }
 
 template <int kDegree>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kStageThreads)
     record_kernel(const __grid_constant__ RowSource in, const __grid_constant__ RecordTarget out) {
   __shared__ unsigned long long pairs_of_owner[kMaxShards];
   if (threadIdx.x < kMaxShards) pairs_of_owner[threadIdx.x] = 0;
   __syncthreads();
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  extern __shared__ float shared[];
+  const int64_t i = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
   const int64_t total = *out.total;
-  if (i < total && i < out.capacity) {
-    const int64_t row = out.row[i];
+  const int64_t row = i < total && i < out.capacity ? out.row[i] : -1;
+  ShStage rest(shared, 3 * in.columns.sh_rest, in.replays);
+  rest.fetch(in.columns, in.state, row, 3 * ((kDegree + 1) * (kDegree + 1) - 1));
+  if (row >= 0) {
     const int v = out.view[i];
     const View& view = in.views[v];
     Record record;
     uint32_t mask = 0;
-    if (make_record<kDegree>(in, row, view, record)) {
+    if (make_record<kDegree>(in, row, view, rest, record)) {
       store48(out.record + i, record);
       math::TileEllipse ellipse;
       if (out.owners.count > 0 && math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
@@ -175,13 +183,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename... Arguments>
-void launch_record_kernel(int degree, unsigned blocks, cudaStream_t stream, const Arguments&... arguments) {
-  switch (degree) {
-    case 0: record_kernel<0><<<blocks, kThreads, 0, stream>>>(arguments...); break;
-    case 1: record_kernel<1><<<blocks, kThreads, 0, stream>>>(arguments...); break;
-    case 2: record_kernel<2><<<blocks, kThreads, 0, stream>>>(arguments...); break;
-    default: record_kernel<3><<<blocks, kThreads, 0, stream>>>(arguments...); break;
+void launch_record_kernel(const RowSource& in, const RecordTarget& out, cudaStream_t stream) {
+  const size_t shared = ShStage::shared_bytes(3 * in.columns.sh_rest, in.replays);
+  const auto launch = [&](auto kernel) {
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+    kernel<<<blocks_for(out.capacity, kStageThreads), kStageThreads, shared, stream>>>(in, out);
+  };
+  switch (in.settings.sh_degree) {
+    case 0: launch(record_kernel<0>); break;
+    case 1: launch(record_kernel<1>); break;
+    case 2: launch(record_kernel<2>); break;
+    default: launch(record_kernel<3>); break;
   }
 }
 
@@ -281,8 +293,7 @@ class ShardProjection {
     target.bits = bits_.data();
     target.block_count = block_count_.data();
     target.blocks_a_view = blocks_;
-    launch_record_kernel(frame_.settings.sh_degree, blocks_for(room_, kThreads), stream, row_source(frame_, shard_),
-                         target);
+    launch_record_kernel(row_source(frame_, shard_), target, stream);
     KERNEL_CHECK("project", shard_, room_);
   }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // step.cu: adjoint of projection and SH, Adam and noise, one thread a row that was seen. Floor: 1,464 bytes a row at SH
-// degree 3. A column's moments are read twice, for the replay and for the step, so that they need not stay in registers.
+// degree 3. The higher SH coefficients and their moments wait in shared memory; the moments of the other columns are read
+// twice, for the replay and for the step, so that they need not stay in registers.
 #include "splat/step.h"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "splat/kernels.h"
 #include "splat/project.h"
 #include "splat/replay.h"
+#include "splat/sh_stage.h"
 #include "splat/step_check.h"
 
 namespace mgpu::splat {
@@ -68,37 +70,20 @@ __device__ __forceinline__ void step_column(const StepInput& in, const math::Ada
   }
 }
 
-// Bands above the active degree have gradient zero.
-__device__ __forceinline__ void step_inactive(const StepInput& in, const math::AdamConstants& constants, int64_t last,
-                                              int64_t begin, int64_t end) {
-  constexpr int kColumn = 5;
-  const bool missed_any = last < in.history.now;
-  const math::MissedSteps missed = missed_any ? missed_steps(in.history, kColumn, last) : math::MissedSteps{};
-  for (int64_t i = begin; i < end; ++i) {
-    float parameter = in.columns.shN[i], m = in.state.exp_avg[kColumn][i], v = in.state.exp_avg_sq[kColumn][i];
-    if (missed_any) {
-      parameter = math::replay_missed(constants, missed, parameter, m, v);
-      m *= missed.beta1_power;
-      v *= missed.beta2_power;
-    }
-    math::adam_step(constants, in.now.step_size[kColumn], in.now.inv_sqrt_bc2, 0.f, parameter, m, v);
-    in.columns.shN[i] = parameter;
-    in.state.exp_avg[kColumn][i] = m;
-    in.state.exp_avg_sq[kColumn][i] = v;
-  }
-}
-
-// kUniform: all lists have SH degree kDegree; otherwise that is the highest.
+// kUniform: all lists have SH degree kDegree; otherwise that is the highest. Bands above have gradient zero.
 template <int kDegree, bool kUniform>
-__device__ void step_row(const StepInput& in, int64_t row, int64_t position_in_first, double& opacity_sum,
-                         double& scale_sum) {
+__device__ void step_row(const StepInput& in, int64_t row, int64_t last, int64_t position_in_first, ShStage& rest,
+                         double& opacity_sum, double& scale_sum) {
   constexpr int kCount = (kDegree + 1) * (kDegree + 1);
   const math::AdamConstants constants = math::adam_constants(in.history.beta1, in.history.beta2, in.history.eps);
-  const int64_t last = in.state.last_step[row];
+  const int rest_floats = 3 * in.columns.sh_rest;
   RowValues values;
   replay_geometry(in.columns, &in.state, &in.history, row, values.mean, values.quat, values.log_scale,
                   values.opacity_logit);
-  replay_sh(in.columns, &in.state, &in.history, row, kCount, values.sh);
+  replay_sh(in.columns, &in.state, &in.history, row, 1, values.sh);
+  rest.replay(in.history, last, rest_floats);
+#pragma unroll
+  for (int k = 0; k < 3 * kCount - 3; ++k) values.sh[3 + k] = rest.value(k);
 
   float dL_dmean[3] = {}, dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh[3 * kCount] = {};
   float unused_dL_dviewmat[12] = {};  // the frame's backward has reduced it already
@@ -120,19 +105,22 @@ __device__ void step_row(const StepInput& in, int64_t row, int64_t position_in_f
     scale_sum += scale;
   }
 
+  const float step_size = in.now.step_size[kShColumn];
+#pragma unroll
+  for (int k = 0; k < 3 * kCount - 3; ++k) {
+    math::adam_step(constants, step_size, in.now.inv_sqrt_bc2, dL_dsh[3 + k], rest.value(k), rest.exp_avg(k), rest.exp_avg_sq(k));
+  }
+  for (int k = 3 * kCount - 3; k < rest_floats; ++k) {
+    math::adam_step(constants, step_size, in.now.inv_sqrt_bc2, 0.f, rest.value(k), rest.exp_avg(k), rest.exp_avg_sq(k));
+  }
   const int64_t missed = in.history.now - last;  // 0: both powers are 1
   const float power1 = in.history.beta1_power[missed > 0 ? missed : 0];
   const float power2 = in.history.beta2_power[missed > 0 ? missed : 0];
-  const int64_t rest = row * in.columns.sh_rest * 3;
   step_column<3>(in, constants, 0, 3 * row, power1, power2, dL_dmean, values.mean, nullptr);
   step_column<4>(in, constants, 1, 4 * row, power1, power2, dL_dquat, values.quat, in.columns.quats);
   step_column<3>(in, constants, 2, 3 * row, power1, power2, dL_dlog_scale, values.log_scale, in.columns.scales);
   step_column<1>(in, constants, 3, row, power1, power2, &dL_dlogit, &values.opacity_logit, in.columns.opacities);
   step_column<3>(in, constants, 4, 3 * row, power1, power2, dL_dsh, values.sh, in.columns.sh0);
-  if constexpr (kCount > 1) {
-    step_column<3 * kCount - 3>(in, constants, 5, rest, power1, power2, dL_dsh + 3, values.sh + 3, in.columns.shN);
-  }
-  step_inactive(in, constants, last, rest + 3 * kCount - 3, rest + 3 * in.columns.sh_rest);
   if (in.now.noise_scale > 0.f) {
     const math::Random4 random = math::draw(in.history.seed, math::Stream::kNoise, in.now.number, row);
     math::add_mcmc_noise(random, in.now.noise_scale, values.quat, values.log_scale, values.opacity_logit, values.mean);
@@ -142,13 +130,18 @@ __device__ void step_row(const StepInput& in, int64_t row, int64_t position_in_f
 }
 
 template <int kDegree, bool kUniform>
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ StepInput in) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kStageThreads, 3) step_kernel(const __grid_constant__ StepInput in) {
+  extern __shared__ float shared[];
+  const int64_t i = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
   const int64_t rows = in.seen ? *in.seen_count : in.most_rows;
+  const int64_t row = i >= rows ? -1 : in.seen ? in.seen[i] : in.list[0].row[i];
+  ShStage rest(shared, 3 * in.columns.sh_rest, true);
+  rest.fetch(in.columns, in.state, row, 3 * in.columns.sh_rest);
   double sum[2] = {0.0, 0.0};
-  if (i < rows) step_row<kDegree, kUniform>(in, in.seen ? in.seen[i] : in.list[0].row[i], i, sum[0], sum[1]);
+  if (row >= 0) step_row<kDegree, kUniform>(in, row, in.state.last_step[row], i, rest, sum[0], sum[1]);
+  rest.store(in.columns, in.state, row);
   if (!in.sums) return;
-  __shared__ double warp_sums[kWarps][2];
+  __shared__ double warp_sums[kStageWarps][2];
   for (int k = 0; k < 2; ++k) {
     for (int step = kWarp / 2; step > 0; step /= 2) sum[k] += __shfl_down_sync(kAllLanes, sum[k], step);
     if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp][k] = sum[k];
@@ -156,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ 
   __syncthreads();
   if (threadIdx.x < 2) {
     double total = 0.0;
-    for (int warp = 0; warp < kWarps; ++warp) total += warp_sums[warp][threadIdx.x];
+    for (int warp = 0; warp < kStageWarps; ++warp) total += warp_sums[warp][threadIdx.x];
     in.sums[int64_t{blockIdx.x} * 2 + threadIdx.x] = total;
   }
 }
@@ -256,7 +249,8 @@ class ShardStep {
     if (lists_.empty()) return;
     const cudaStream_t stream = shard_stream(shard_);
     const Buffer<RecordList> lists = to_buffer(lists_, shard_);
-    const unsigned blocks = blocks_for(rows_seen, kThreads);
+    const unsigned blocks = blocks_for(rows_seen, kStageThreads);
+    const size_t shared = ShStage::shared_bytes(3 * columns.sh_rest, true);
     Buffer<double> part(wanted_means ? int64_t{blocks} * 2 : 0, shard_);
     const StepInput in{columns,       state,       history_,  now,
                        lists.data(),  static_cast<int>(lists_.size()),
@@ -266,14 +260,18 @@ class ShardStep {
     bool uniform = true;
     for (const RecordList& list : lists_) degree = std::max(degree, list.settings.sh_degree);
     for (const RecordList& list : lists_) uniform &= list.settings.sh_degree == degree;
+    const auto launch = [&](auto kernel) {
+      CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+      kernel<<<blocks, kStageThreads, shared, stream>>>(in);
+    };
     switch (degree * 2 + uniform) {
-      case 1: step_kernel<0, true><<<blocks, kThreads, 0, stream>>>(in); break;
-      case 2: step_kernel<1, false><<<blocks, kThreads, 0, stream>>>(in); break;
-      case 3: step_kernel<1, true><<<blocks, kThreads, 0, stream>>>(in); break;
-      case 4: step_kernel<2, false><<<blocks, kThreads, 0, stream>>>(in); break;
-      case 5: step_kernel<2, true><<<blocks, kThreads, 0, stream>>>(in); break;
-      case 6: step_kernel<3, false><<<blocks, kThreads, 0, stream>>>(in); break;
-      default: step_kernel<3, true><<<blocks, kThreads, 0, stream>>>(in); break;
+      case 1: launch(step_kernel<0, true>); break;
+      case 2: launch(step_kernel<1, false>); break;
+      case 3: launch(step_kernel<1, true>); break;
+      case 4: launch(step_kernel<2, false>); break;
+      case 5: launch(step_kernel<2, true>); break;
+      case 6: launch(step_kernel<3, false>); break;
+      default: launch(step_kernel<3, true>); break;
     }
     KERNEL_CHECK("step", shard_, rows_seen);
     if (!wanted_means) return;
