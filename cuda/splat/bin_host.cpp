@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// bin_host.cpp: records by depth (radix sort), then a stable split by tile with keys as wide as the tiles need.
-// About 26 bytes an intersection: key 2 (or 4), entry 8 written twice over by the scattered store, slot 8 a record.
+// bin_host.cpp: records by depth (radix sort), then a stable split by tile with keys as wide as the tiles
+// need. About 26 bytes an intersection: key 2 (or 4), entry 8 written twice over by the scattered store, slot
+// 8 a record.
 #include "splat/bin.h"
 
 #include <algorithm>
@@ -17,8 +18,8 @@ namespace {
 
 constexpr int64_t kGrain = 2048;  // records a piece
 
-// Calls visit(tile) for every tile of the owner's range that the record touches, ascending; tile is counted from the
-// range's begin.
+// Calls visit(tile) for every tile of the owner's range that the record touches, ascending; tile is counted
+// from the range's begin.
 template <typename Visit>
 void for_each_tile(const View& view, const Record& record, const math::TileEllipse& ellipse, RowRange tiles,
                    const Visit& visit) {
@@ -63,6 +64,7 @@ template <typename Key>
 void split_by_tile(const Frame& frame, const Buffer<math::TileEllipse>& ellipse, int self, TileOwner& owner) {
   const int64_t records = owner.record.size(), tiles = owner.tiles.size();
   const int64_t pairs = records ? owner.slot_begin[records] : 0;
+  owner.pairs = pairs;
   Buffer<Key> tile_of_slot(pairs, self);
   parallel_for(records, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -102,19 +104,23 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
       math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse[r]);
       for_each_tile(frame.views[owner.view[r]], record, ellipse[r], owner.tiles, [&](int64_t) { ++count; });
       owner.slot_begin[r + 1] = count;
-      owner.half_extent[2 * r] = static_cast<float>(ellipse[r].half_width * (1.0 + 1e-6));  // rounded outwards
+      owner.half_extent[2 * r] =
+          static_cast<float>(ellipse[r].half_width * (1.0 + 1e-6));  // rounded outwards
       owner.half_extent[2 * r + 1] = static_cast<float>(ellipse[r].half_height * (1.0 + 1e-6));
     }
   });
   std::partial_sum(owner.slot_begin.begin(), owner.slot_begin.end(), owner.slot_begin.begin());
-  if (owner.tiles.size() <= int64_t{1} << 16) split_by_tile<uint16_t>(frame, ellipse, self, owner);
-  else split_by_tile<uint32_t>(frame, ellipse, self, owner);
+  if (owner.tiles.size() <= int64_t{1} << 16)
+    split_by_tile<uint16_t>(frame, ellipse, self, owner);
+  else
+    split_by_tile<uint32_t>(frame, ellipse, self, owner);
 }
 
 }  // namespace
 
 void bin_records(Frame& frame) {
-  for_each_shard("bin", [&](const Shard& shard) { bin_owner(frame, shard.index, frame.owners[shard.index]); });
+  for_each_shard("bin",
+                 [&](const Shard& shard) { bin_owner(frame, shard.index, frame.owners[shard.index]); });
 }
 
 int64_t intersection_count(const Frame& frame) {

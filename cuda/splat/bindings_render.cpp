@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // bindings_render.cpp: render and project for ns_mgpu_splat.splats: tensors in, frames and tensors out.
 // Shapes are checked and explained in Python (splats/check.py); here only what memory safety needs.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,6 +15,7 @@
 
 #include "bindings.h"
 #include "memory/locality.h"
+#include "memory/transfer.h"
 #include "mesh/fork_join.h"
 #include "splat/bin.h"
 #include "splat/exchange.h"
@@ -54,12 +56,19 @@ SplatColumns columns_from(const std::vector<Tensor>& tensors) {
                       " rows, means has ", tensors[0].size(0));
     data[i] = floats(tensors[i], kColumnNames[i]);
   }
-  return {data[0], data[1], data[2], data[3], data[4], data[5], tensors[0].size(0), static_cast<int>(tensors[5].size(1))};
+  return {data[0],
+          data[1],
+          data[2],
+          data[3],
+          data[4],
+          data[5],
+          tensors[0].size(0),
+          static_cast<int>(tensors[5].size(1))};
 }
 
 AdamState state_from(const std::vector<Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 2 * kColumns + 1, "expected 6 exp_avg, 6 exp_avg_sq and last_step, got ",
-                    tensors.size(), " tensors");
+  TORCH_CHECK_VALUE(tensors.size() == 2 * kColumns + 1,
+                    "expected 6 exp_avg, 6 exp_avg_sq and last_step, got ", tensors.size(), " tensors");
   AdamState state{};
   for (int i = 0; i < kColumns; ++i) {
     state.exp_avg[i] = floats(tensors[i], "exp_avg");
@@ -78,10 +87,12 @@ void declare_split(const Tensor& tensor, const Frame& frame, const char* what) {
   set_row_split(tensor.data_ptr(), rows, tensor.nbytes() / rows, frame.homes.data(), what);
 }
 
-std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state,
-                                  const py::object& history, const Tensor& viewmats,
+std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns,
+                                  const std::optional<std::vector<Tensor>>& state, const py::object& history,
+                                  const Tensor& viewmats,
                                   const std::vector<std::array<double, 4>>& intrinsics,
-                                  const std::vector<std::pair<int, int>>& sizes, bool antialiased, int sh_degree,
+                                  const std::vector<std::pair<int, int>>& sizes, bool antialiased,
+                                  int sh_degree,
                                   const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
   auto frame = std::make_shared<Frame>();
   auto kept = std::make_shared<KeptAlive>();
@@ -99,12 +110,13 @@ std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns, const std:
     frame->replays = true;
   }
   frame->settings.antialiased = antialiased;
+  frame->settings.deterministic = at::globalContext().deterministicAlgorithms();
   frame->settings.sh_degree = sh_degree;
 
   const int shards = mesh().size();
   if (homes) {
-    TORCH_CHECK_VALUE(static_cast<int>(homes->size()) == shards, "homes has ", homes->size(), " ranges, the mesh has ",
-                      shards, " shards");
+    TORCH_CHECK_VALUE(static_cast<int>(homes->size()) == shards, "homes has ", homes->size(),
+                      " ranges, the mesh has ", shards, " shards");
     int64_t next = 0;
     for (const auto& [begin, end] : *homes) {
       TORCH_CHECK_VALUE(begin == next && end >= begin, "homes must be ascending ranges without gaps");
@@ -119,16 +131,20 @@ std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns, const std:
   for (int i = 0; i < kColumns; ++i) declare_split(columns[i], *frame, kColumnNames[i]);
   if (frame->replays) {
     for (size_t i = 0; i < state->size(); ++i) {
-      declare_split((*state)[i], *frame, i < kColumns ? "exp_avg" : i < 2 * kColumns ? "exp_avg_sq" : "last_step");
+      declare_split((*state)[i], *frame,
+                    i < kColumns       ? "exp_avg"
+                    : i < 2 * kColumns ? "exp_avg_sq"
+                                       : "last_step");
     }
   }
 
   const Tensor host = viewmats.detach().to(at::kCPU, at::kFloat).contiguous();
   const int64_t views = host.size(0);
   TORCH_CHECK_VALUE(host.dim() == 3 && host.size(1) == 4 && host.size(2) == 4 &&
-                        static_cast<int64_t>(intrinsics.size()) == views && static_cast<int64_t>(sizes.size()) == views,
-                    "viewmats is ", host.sizes(), ", with ", intrinsics.size(), " intrinsics and ", sizes.size(),
-                    " sizes; expected [C, 4, 4] and C of each");
+                        static_cast<int64_t>(intrinsics.size()) == views &&
+                        static_cast<int64_t>(sizes.size()) == views,
+                    "viewmats is ", host.sizes(), ", with ", intrinsics.size(), " intrinsics and ",
+                    sizes.size(), " sizes; expected [C, 4, 4] and C of each");
   int64_t tile_begin = 0;
   for (int64_t v = 0; v < views; ++v) {
     const auto& [width, height] = sizes[v];
@@ -145,14 +161,16 @@ std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns, const std:
   return frame;
 }
 
-using Image = std::tuple<Tensor, std::optional<Tensor>, Tensor>;  // rgb [H,W,3], depth [H,W,1], accumulation [H,W,1]
+using Image =
+    std::tuple<Tensor, std::optional<Tensor>, Tensor>;  // rgb [H,W,3], depth [H,W,1], accumulation [H,W,1]
 
 std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
-    const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state, const py::object& history,
-    const Tensor& viewmats, const std::vector<std::array<double, 4>>& intrinsics,
+    const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state,
+    const py::object& history, const Tensor& viewmats, const std::vector<std::array<double, 4>>& intrinsics,
     const std::vector<std::pair<int, int>>& sizes, const std::optional<Tensor>& background, bool antialiased,
     int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
-  auto frame = make_frame(columns, state, history, viewmats, intrinsics, sizes, antialiased, sh_degree, homes);
+  auto frame =
+      make_frame(columns, state, history, viewmats, intrinsics, sizes, antialiased, sh_degree, homes);
   py::gil_scoped_release no_gil;
   frame->settings.wanted_depth = wanted_depth;
   if (background) {
@@ -178,8 +196,8 @@ std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
 
 void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Tensor>, 3>>& grads) {
   py::gil_scoped_release no_gil;
-  TORCH_CHECK_VALUE(grads.size() == frame.views.size(), "expected gradients of ", frame.views.size(), " images, got ",
-                    grads.size());
+  TORCH_CHECK_VALUE(grads.size() == frame.views.size(), "expected gradients of ", frame.views.size(),
+                    " images, got ", grads.size());
   std::vector<Tensor> kept;
   std::vector<ImageGradPointers> pointers;
   for (size_t v = 0; v < grads.size(); ++v) {
@@ -188,8 +206,8 @@ void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Ten
     for (int i = 0; i < 3; ++i) {
       if (!grads[v][i]) continue;
       kept.push_back(grads[v][i]->contiguous());
-      TORCH_CHECK_VALUE(kept.back().numel() == pixels * (i == 0 ? 3 : 1), "the gradient of an image of camera ", v,
-                        " has sizes ", kept.back().sizes());
+      TORCH_CHECK_VALUE(kept.back().numel() == pixels * (i == 0 ? 3 : 1),
+                        "the gradient of an image of camera ", v, " has sizes ", kept.back().sizes());
       data[i] = floats(kept.back(), "the gradient of an image");
     }
     pointers.push_back({data[0], data[1], data[2]});
@@ -230,9 +248,10 @@ std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param
 
 std::shared_ptr<Frame> splat_project(const std::vector<Tensor>& columns, const Tensor& viewmats,
                                      const std::vector<std::array<double, 4>>& intrinsics,
-                                     const std::vector<std::pair<int, int>>& sizes, bool antialiased, int sh_degree) {
-  auto frame =
-      make_frame(columns, std::nullopt, py::none(), viewmats, intrinsics, sizes, antialiased, sh_degree, std::nullopt);
+                                     const std::vector<std::pair<int, int>>& sizes, bool antialiased,
+                                     int sh_degree) {
+  auto frame = make_frame(columns, std::nullopt, py::none(), viewmats, intrinsics, sizes, antialiased,
+                          sh_degree, std::nullopt);
   py::gil_scoped_release no_gil;
   run_project(*frame);
   return frame;
@@ -259,29 +278,35 @@ int64_t record_count(const Frame& frame) {
 // Shards one after the other, each by (view, row): of one view, ascending by row.
 std::vector<Tensor> frame_records(const Frame& frame) {
   py::gil_scoped_release no_gil;
-  const auto options = static_cast<const KeptAlive*>(frame.keep_alive.get())->tensors[0].options().requires_grad(false);
+  const auto options =
+      static_cast<const KeptAlive*>(frame.keep_alive.get())->tensors[0].options().requires_grad(false);
   const int64_t count = record_count(frame);
   Tensor row = at::empty({count}, at::TensorOptions().dtype(at::kLong)), view = at::empty_like(row);
   std::vector<Tensor> out = {row, view};
   for (const RecordColumn& column : kRecordColumns) {
-    out.push_back(column.width == 1 ? at::empty({count}, options) : at::empty({count, column.width}, options));
+    const auto host = options.device(at::kCPU);
+    out.push_back(column.width == 1 ? at::empty({count}, host) : at::empty({count, column.width}, host));
   }
   int64_t first = 0;
   for (const ShardRecords& shard : frame.shards) {
+    const auto rows = to_vector(shard.row, shard.count);
+    const auto views = to_vector(shard.view, shard.count);
+    const auto records = to_vector(shard.record, shard.count);
     for (int64_t i = 0; i < shard.count; ++i) {
-      row.mutable_data_ptr<int64_t>()[first + i] = shard.row[i];
-      view.mutable_data_ptr<int64_t>()[first + i] = shard.view[i];
+      row.mutable_data_ptr<int64_t>()[first + i] = rows[i];
+      view.mutable_data_ptr<int64_t>()[first + i] = views[i];
     }
     for (size_t c = 0; c < std::size(kRecordColumns); ++c) {
       const RecordColumn& column = kRecordColumns[c];
       float* to = floats(out[2 + c], "a record column") + first * column.width;
       for (int64_t i = 0; i < shard.count; ++i) {
-        const char* from = reinterpret_cast<const char*>(&shard.record[i]) + column.in_record;
+        const char* from = reinterpret_cast<const char*>(&records[i]) + column.in_record;
         std::memcpy(to + i * column.width, from, column.width * sizeof(float));
       }
     }
     first += shard.count;
   }
+  for (size_t c = 2; c < out.size(); ++c) out[c] = out[c].to(options.device());
   return out;
 }
 
@@ -292,20 +317,20 @@ void splat_records_backward(Frame& frame, const std::vector<std::optional<Tensor
   const int64_t count = record_count(frame);
   int64_t first = 0;
   for (ShardRecords& shard : frame.shards) {
-    shard.grad = Buffer<RecordGrad>(shard.count, static_cast<int>(&shard - frame.shards.data()));
-    std::fill(shard.grad.begin(), shard.grad.end(), RecordGrad{});
+    std::vector<RecordGrad> record_grad(static_cast<size_t>(shard.count));
     for (size_t c = 0; c < grads.size(); ++c) {
       if (!grads[c]) continue;
       const RecordColumn& column = kRecordColumns[c];
-      const Tensor grad = grads[c]->contiguous();
+      const Tensor grad = grads[c]->to(at::kCPU).contiguous();
       TORCH_CHECK_VALUE(grad.numel() == count * column.width, "gradient ", c, " of the records has sizes ",
                         grad.sizes());
       const float* from = floats(grad, "a gradient of the records") + first * column.width;
       for (int64_t i = 0; i < shard.count; ++i) {
-        char* to = reinterpret_cast<char*>(&shard.grad[i]) + column.in_grad;
+        char* to = reinterpret_cast<char*>(&record_grad[i]) + column.in_grad;
         std::memcpy(to, from + i * column.width, column.width * sizeof(float));
       }
     }
+    shard.grad = to_buffer(record_grad, static_cast<int>(&shard - frame.shards.data()));
     first += shard.count;
   }
 }
@@ -314,8 +339,8 @@ py::dict frame_counts(const Frame& frame) {
   std::vector<int64_t> visible, received, intersections, tiles;
   for (const ShardRecords& shard : frame.shards) visible.push_back(shard.count);
   for (const TileOwner& owner : frame.owners) {
-    received.push_back(owner.record.size());
-    intersections.push_back(owner.entry.size());
+    received.push_back(owner.received());
+    intersections.push_back(owner.pairs);
     tiles.push_back(owner.tiles.size());
   }
   py::dict counts;
@@ -328,36 +353,43 @@ py::dict frame_counts(const Frame& frame) {
 }
 
 // For tests of the exact bin stage: of each owner, its first tile, tile_begin and the rows of its lists.
-std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> frame_tile_lists(const Frame& frame) {
+std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> frame_tile_lists(
+    const Frame& frame) {
   std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> out;
   for (size_t o = 0; o < frame.owners.size(); ++o) {
     const TileOwner& owner = frame.owners[o];
     std::vector<int64_t> row_of_record, rows;
     for (size_t home = 0; home < frame.parcels.size(); ++home) {
-      for (const int64_t record : frame.parcels[home][o].record_from_parcel) {
-        row_of_record.push_back(frame.shards[home].row[record]);
-      }
+      const Parcel& parcel = frame.parcels[home][o];
+      const auto row = to_vector(frame.shards[home].row, frame.shards[home].count);
+      const auto record = to_vector(parcel.record_from_parcel);
+      for (int64_t i = 0; i < parcel.count; ++i) row_of_record.push_back(row[record.empty() ? i : record[i]]);
     }
-    for (const TileEntry& entry : owner.entry) rows.push_back(row_of_record[entry.record]);
-    out.emplace_back(owner.tiles.begin, std::vector<int64_t>(owner.tile_begin.begin(), owner.tile_begin.end()), rows);
+    for (const TileEntry& entry : to_vector(owner.entry)) rows.push_back(row_of_record[entry.record]);
+    for (const int32_t record : to_vector(owner.entry_record)) rows.push_back(row_of_record[record]);
+    out.emplace_back(owner.tiles.begin, to_vector(owner.tile_begin), rows);
   }
   return out;
 }
 
-// Gradients at home as one tensor on the CPU, [R, 12] in the order of RecordGrad; for tests and absgrad strategies.
+// Gradients at home as one tensor on the CPU, [R, 12] in the order of RecordGrad; for tests and absgrad
+// strategies.
 Tensor frame_record_grads(const Frame& frame) {
   Tensor out = at::zeros({record_count(frame), 12}, at::TensorOptions().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
   for (const ShardRecords& shard : frame.shards) {
-    if (shard.grad.size()) std::memcpy(to, shard.grad.data(), shard.grad.size() * sizeof(RecordGrad));
+    read_back(reinterpret_cast<RecordGrad*>(to), shard.grad.data(), shard.grad.size(), shard.grad.owner());
     to += shard.count * 12;
   }
   return out;
 }
 
-// For the test of the locality check: local stages in which each shard reads what is the next shard's: its first
-// record, or its first row of means.
+// For the test of the locality check: local stages in which each shard reads what is the next shard's: its
+// first record, or its first row of means.
 float read_neighbour(const Frame& frame, const std::string& what) {
+#if MGPU_CUDA
+  TORCH_CHECK(false, "locality is checked in the host flavour: set MGPU_DEVICES=cpu:3");
+#endif
   py::gil_scoped_release no_gil;
   std::vector<float> seen(frame.shards.size());
   for_each_shard("read_neighbour", [&](const Shard& shard) {
@@ -391,21 +423,27 @@ MGPU_BINDINGS(render) {
         for (const StageTime& time : frame.times) times.emplace_back(time.stage, time.seconds);
         return times;
       });
-  m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"), pybind11::arg("history"), pybind11::arg("viewmats"),
-        pybind11::arg("intrinsics"), pybind11::arg("sizes"), pybind11::arg("background"), pybind11::arg("antialiased"), pybind11::arg("sh_degree"),
-        pybind11::arg("wanted_depth"), pybind11::arg("homes"));
+  m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"),
+        pybind11::arg("history"), pybind11::arg("viewmats"), pybind11::arg("intrinsics"),
+        pybind11::arg("sizes"), pybind11::arg("background"), pybind11::arg("antialiased"),
+        pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"), pybind11::arg("homes"));
   m.def("splat_backward", &splat_backward, pybind11::arg("frame"), pybind11::arg("grads"));
-  m.def("splat_param_grads", &splat_param_grads, pybind11::arg("frame"), pybind11::arg("wanted"), pybind11::arg("wanted_viewmats"));
-  m.def("splat_project", &splat_project, pybind11::arg("columns"), pybind11::arg("viewmats"), pybind11::arg("intrinsics"),
-        pybind11::arg("sizes"), pybind11::arg("antialiased"), pybind11::arg("sh_degree"));
+  m.def("splat_param_grads", &splat_param_grads, pybind11::arg("frame"), pybind11::arg("wanted"),
+        pybind11::arg("wanted_viewmats"));
+  m.def("splat_project", &splat_project, pybind11::arg("columns"), pybind11::arg("viewmats"),
+        pybind11::arg("intrinsics"), pybind11::arg("sizes"), pybind11::arg("antialiased"),
+        pybind11::arg("sh_degree"));
   m.def("splat_records_backward", &splat_records_backward, pybind11::arg("frame"), pybind11::arg("grads"));
-  m.def("exp_negative", [](const at::Tensor& x) {
-    at::Tensor out = at::empty_like(x);
-    const float* from = floats(x, "x");
-    float* to = floats(out, "out");
-    for (int64_t i = 0; i < x.numel(); ++i) to[i] = math::exp_negative(from[i]);
-    return out;
-  }, "math::exp_negative of each element of a CPU tensor, for its test.");
+  m.def(
+      "exp_negative",
+      [](const at::Tensor& x) {
+        at::Tensor out = at::empty_like(x);
+        const float* from = floats(x, "x");
+        float* to = floats(out, "out");
+        for (int64_t i = 0; i < x.numel(); ++i) to[i] = math::exp_negative(from[i]);
+        return out;
+      },
+      "math::exp_negative of each element of a CPU tensor, for its test.");
 }
 
 }  // namespace mgpu

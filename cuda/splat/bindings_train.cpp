@@ -148,15 +148,14 @@ py::tuple l1_ssim_tensors(const at::Tensor& rgb, const at::Tensor& target, doubl
     images.mask = static_cast<const uint8_t*>(mask->data_ptr());
   }
   at::Tensor gradient = wants_gradient ? at::empty_like(rgb) : at::Tensor();
-  at::Tensor loss = at::empty({}, rgb.options());
-  LossValue value;
+  const at::Tensor value = at::empty({3}, rgb.options().requires_grad(false));  // loss, L1, SSIM
   {
     py::gil_scoped_release release;
-    value = l1_ssim(images, static_cast<float>(ssim_weight),
-                    wants_gradient ? gradient.data_ptr<float>() : nullptr);
-    *loss.data_ptr<float>() = static_cast<float>(value.loss);
+    l1_ssim_into(images, static_cast<float>(ssim_weight), wants_gradient ? gradient.data_ptr<float>() : nullptr,
+                 value.data_ptr<float>());
   }
-  return py::make_tuple(loss, wants_gradient ? py::cast(gradient) : py::none(), value.l1, value.ssim);
+  return py::make_tuple(value.select(0, 0), wants_gradient ? py::cast(gradient) : py::none(), value.select(0, 1),
+                        value.select(0, 2));
 }
 
 std::array<double, kColumns> rates_of(const std::vector<double>& lrs) {
@@ -184,7 +183,7 @@ MGPU_BINDINGS(train) {
       "splat_step",
       [](const std::vector<std::shared_ptr<Frame>>& frames, const std::vector<at::Tensor>& columns,
          const std::vector<at::Tensor>& state, History& history, const std::vector<double>& lrs,
-         double noise_scale, double opacity_reg, double scale_reg) {
+         double noise_scale, double opacity_reg, double scale_reg, bool wanted_means) {
         const SplatColumns table = columns_of(columns);
         const AdamState moments = state_of(state, columns);
         std::vector<const Frame*> pointers;
@@ -194,6 +193,7 @@ MGPU_BINDINGS(train) {
         settings.noise_scale = noise_scale;
         settings.opacity_reg = opacity_reg;
         settings.scale_reg = scale_reg;
+        settings.wanted_means = wanted_means;
         StepReport report;
         {
           py::gil_scoped_release release;
@@ -207,7 +207,7 @@ MGPU_BINDINGS(train) {
         return out;
       },
       py::arg("frames"), py::arg("columns"), py::arg("state"), py::arg("history"), py::arg("lrs"),
-      py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"));
+      py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means") = true);
 
   // Bring all rows up to date and forget the steps held.
   m.def("splat_flush",

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// frame.h: everything a forward pass leaves behind, laid out in one place. Owner of each array in its comment.
+// frame.h: everything a forward pass leaves behind, laid out in one place. Owner of each array in its
+// comment.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -17,7 +18,8 @@ struct RenderSettings {
   int sh_degree = 3;
   bool wanted_depth = true;
   float background[3] = {0.f, 0.f, 0.f};
-  bool deterministic = false;   // CUDA: sum record gradients in list order instead of by atomics; the host always does
+  bool deterministic =
+      false;  // CUDA: sum record gradients in list order instead of by atomics; the host always does
   bool wanted_backward = true;  // CUDA: keep what the way back needs
 
   int sh_count() const { return (sh_degree + 1) * (sh_degree + 1); }
@@ -25,9 +27,9 @@ struct RenderSettings {
 
 // What is left of a visible Gaussian after projection.
 struct Record {
-  float mean2d[2];        // pixels
-  float conic[3];         // inverse of the dilated 2D covariance: xx, xy, yy
-  float opacity;          // after antialiasing's compensation
+  float mean2d[2];  // pixels
+  float conic[3];   // inverse of the dilated 2D covariance: xx, xy, yy
+  float opacity;    // after antialiasing's compensation
   float rgb[3];
   float depth;            // z in the camera
   uint16_t tile_rect[4];  // x0, y0, x1, y1 (exclusive), in tiles
@@ -47,10 +49,10 @@ static_assert(sizeof(RecordGrad) == 48);
 
 // Records of one shard's rows, at home, ordered by (view, row).
 struct ShardRecords {
-  Buffer<int64_t> row;            // home
-  Buffer<int32_t> view;           // home
-  Buffer<Record> record;          // home
-  Buffer<RecordGrad> grad;        // home; filled by the return stage, empty before
+  Buffer<int64_t> row;      // home
+  Buffer<int32_t> view;     // home
+  Buffer<Record> record;    // home
+  Buffer<RecordGrad> grad;  // home; filled by the return stage, empty before
   int64_t count = 0;
   std::vector<int64_t> view_begin;  // [views + 1], into the arrays above
   Buffer<uint32_t> owner_mask;      // home; CUDA: bit o is set if owner o has a tile of the record
@@ -58,10 +60,10 @@ struct ShardRecords {
 
 // One home's parcel for one owner: the records that touch the owner's tiles, still ordered by (view, row).
 struct Parcel {
-  Buffer<Record> record;              // exchange
-  Buffer<RecordGrad> grad;            // exchange; on the way back
+  Buffer<Record> record;               // exchange
+  Buffer<RecordGrad> grad;             // exchange; on the way back
   Buffer<int64_t> record_from_parcel;  // home
-  std::vector<int64_t> view_begin;    // [views + 1]
+  std::vector<int64_t> view_begin;     // [views + 1]
   int64_t count = 0;
 };
 
@@ -77,29 +79,32 @@ struct TileBucket {
   int32_t bucket;
 };
 
-// One shard as owner of a range of tiles. On a CUDA mesh of one shard `record` and `view` are empty: they are the home's.
+// One shard as owner of a range of tiles. On a CUDA mesh of one shard `record` and `view` are empty: they are
+// the home's.
 struct TileOwner {
-  RowRange tiles;                  // among the tiles of all views
+  RowRange tiles;                   // among the tiles of all views
   std::vector<int64_t> peer_begin;  // [shards + 1]: received records by home, in row order
-  Buffer<Record> record;           // owner; received
-  Buffer<int32_t> view;            // owner
-  Buffer<float> half_extent;       // owner; [records, 2] pixels, where alpha can reach 1/255
-  Buffer<int64_t> slot_begin;      // owner; [records + 1]
-  Buffer<TileEntry> entry;         // owner; tile by tile, front to back
-  Buffer<int64_t> tile_begin;      // owner; [tiles + 1], into entry
-  Buffer<float> transmittance;     // owner; [tiles, 256] after the last contribution
-  Buffer<int32_t> contributors;    // owner; [tiles, 256] 1 + position in the tile's list of the last contribution
-  Buffer<float> pixels;            // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
-  Buffer<RecordGrad> slot_grad;    // owner; [intersections], during backward only
+  Buffer<Record> record;            // owner; received
+  Buffer<int32_t> view;             // owner
+  Buffer<float> half_extent;        // owner; [records, 2] pixels, where alpha can reach 1/255
+  Buffer<int64_t> slot_begin;       // owner; [records + 1]
+  Buffer<TileEntry> entry;          // owner; tile by tile, front to back
+  Buffer<int64_t> tile_begin;       // owner; [tiles + 1], into entry
+  Buffer<float> transmittance;      // owner; [tiles, 256] after the last contribution
+  Buffer<int32_t>
+      contributors;      // owner; [tiles, 256] 1 + position in the tile's list of the last contribution
+  Buffer<float> pixels;  // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
+  Buffer<RecordGrad> slot_grad;  // owner; [intersections], during backward only
+  int64_t pairs = 0;             // length of entry: pairs of (tile, record)
 
   // CUDA flavour
-  int64_t pairs = 0;                // length of entry or entry_record: (tile, record) pairs as counted by the homes
-  Buffer<int32_t> entry_record;     // owner; as entry, without the ordinal; one of the two is empty
-  Buffer<float> bucket_state;       // owner; [pairs / 32, 256, 4]: T, red, green, blue before each bucket but a tile's first
-  Buffer<float> bucket_depth;       // owner; [pairs / 32, 256], if depth is wanted
+  Buffer<int32_t> entry_record;  // owner; as entry, without the ordinal; one of the two is empty
+  Buffer<float>
+      bucket_state;  // owner; [pairs / 32, 256, 4]: T, red, green, blue before each bucket but a tile's first
+  Buffer<float> bucket_depth;        // owner; [pairs / 32, 256], if depth is wanted
   Buffer<TileBucket> active_bucket;  // owner; in which some pixel has a contribution, in any order
-  Buffer<int32_t> active_count;     // owner; [1] how many
-  Buffer<RecordGrad> record_grad;   // owner; [received], during backward only
+  Buffer<int32_t> active_count;      // owner; [1] how many
+  Buffer<RecordGrad> record_grad;    // owner; [received], during backward only
 
   int64_t received() const { return peer_begin.empty() ? 0 : peer_begin.back(); }
 };
@@ -120,20 +125,22 @@ struct Frame {
   std::vector<View> views;
   RenderSettings settings;
   SplatColumns columns{};
-  AdamState state{};                      // all null: no replay
+  AdamState state{};  // all null: no replay
   AdamHistory history{};
-  bool replays = false;                   // state and history are set
-  std::shared_ptr<const void> keep_alive;  // whoever owns what columns, state and history point to
-  std::vector<RowRange> homes;            // [shards], ascending
-  std::vector<ShardRecords> shards;       // [shards]
+  bool replays = false;                      // state and history are set
+  std::shared_ptr<const void> keep_alive;    // whoever owns what columns, state and history point to
+  std::vector<RowRange> homes;               // [shards], ascending
+  std::vector<ShardRecords> shards;          // [shards]
   std::vector<std::vector<Parcel>> parcels;  // [home][owner]
-  std::vector<TileOwner> owners;          // [shards]
-  std::vector<ShardConstants> constants;  // [shards]; CUDA flavour
-  std::vector<StageTime> times;           // in the order they ran
+  std::vector<TileOwner> owners;             // [shards]
+  std::vector<ShardConstants> constants;     // [shards]; CUDA flavour
+  std::vector<StageTime> times;              // in the order they ran
 
   const AdamState* state_or_null() const { return replays ? &state : nullptr; }
   const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }
-  int64_t tile_count() const { return views.empty() ? 0 : views.back().tile_begin + views.back().tile_count(); }
+  int64_t tile_count() const {
+    return views.empty() ? 0 : views.back().tile_begin + views.back().tile_count();
+  }
 };
 
 }  // namespace mgpu::splat

@@ -23,10 +23,19 @@ constexpr int kChannels = 3;
 constexpr int kWide = 32, kHigh = 16;                                                    // pixels of a tile
 constexpr int kCentresWide = kWide + 2 * kSsimRadius, kCentresHigh = kHigh + 2 * kSsimRadius;
 constexpr int kPixelsWide = kWide + 4 * kSsimRadius, kPixelsHigh = kHigh + 4 * kSsimRadius;
-constexpr int kPixels = kPixelsWide * kPixelsHigh;          // of one channel, with halo
-constexpr int kAlong = kCentresWide * kPixelsHigh;          // after the windows along the rows
-constexpr int kCentres = kCentresWide * kCentresHigh;
-static_assert(3 * kWide * kCentresHigh <= 4 * kAlong);
+// Rows in shared memory are an odd number of floats apart, so that neighbours below each other are in different banks.
+constexpr int kPixelStride = kPixelsWide | 1, kCentreStride = kCentresWide | 1, kSpreadStride = kWide | 1;
+constexpr int kPixels = kPixelStride * kPixelsHigh;      // of one channel, with halo
+constexpr int kAlong = kCentreStride * kPixelsHigh;      // after the windows along the rows
+constexpr int kCentres = kCentreStride * kCentresHigh;
+constexpr int kSpread = kSpreadStride * kCentresHigh;
+static_assert(3 * kSpread <= 4 * kAlong);
+
+// A thread makes several windows that overlap, and reads their values once.
+constexpr int kAcross = 4;  // along a row
+constexpr int kDown = 5;    // down a column of centres
+constexpr int kRows = 2;    // pixel rows of a thread at the end
+static_assert(kRows * kThreads == kWide * kHigh && kWide % kAcross == 0);
 
 template <bool kMasked>
 constexpr size_t shared_bytes() {
@@ -47,15 +56,6 @@ struct LossInput {
   double* sums;  // [tile rows, tiles across, 2] of |x - y| and SSIM
 };
 
-// Window around p[0] of values `stride` apart.
-__device__ __forceinline__ float window(const float* p, int stride) {
-  constexpr float w0 = math::kSsimWeight[0], w1 = math::kSsimWeight[1], w2 = math::kSsimWeight[2];
-  constexpr float w3 = math::kSsimWeight[3], w4 = math::kSsimWeight[4], w5 = math::kSsimWeight[5];
-  return w5 * p[0] + w4 * (p[-stride] + p[stride]) + w3 * (p[-2 * stride] + p[2 * stride]) +
-         w2 * (p[-3 * stride] + p[3 * stride]) + w1 * (p[-4 * stride] + p[4 * stride]) +
-         w0 * (p[-5 * stride] + p[5 * stride]);
-}
-
 __device__ __forceinline__ float weight_at(int distance) {  // |distance| <= 5
   constexpr float w0 = math::kSsimWeight[0], w1 = math::kSsimWeight[1], w2 = math::kSsimWeight[2];
   constexpr float w3 = math::kSsimWeight[3], w4 = math::kSsimWeight[4], w5 = math::kSsimWeight[5];
@@ -67,6 +67,26 @@ __device__ __forceinline__ float weight_at(int distance) {  // |distance| <= 5
     case 4: return w1;
     default: return w0;
   }
+}
+
+// sum[j] = window of values[j .. j + 10].
+template <int kCount>
+__device__ __forceinline__ void windows(const float (&values)[kCount + 2 * kSsimRadius], float (&sum)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    sum[j] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kSsimWindow; ++k) sum[j] += weight_at(k - kSsimRadius) * values[j + k];
+  }
+}
+
+// The windows of `kCount` neighbours, `stride` apart; only the first `held` values exist, the others are 0.
+template <int kCount>
+__device__ __forceinline__ void windows_of(const float* from, int stride, int held, float (&sum)[kCount]) {
+  float values[kCount + 2 * kSsimRadius];
+#pragma unroll
+  for (int k = 0; k < kCount + 2 * kSsimRadius; ++k) values[k] = k < held ? from[k * stride] : 0.f;
+  windows(values, sum);
 }
 
 __device__ __forceinline__ float target_at(const LossImages& images, int64_t i) {
@@ -83,16 +103,88 @@ __device__ __forceinline__ double block_sum(double value, double* warp_sums) {
   return sum;
 }
 
+// Windows along the rows of x, y, x^2 + y^2, x y and, with a mask, of what is kept. Neighbouring threads take rows below
+// each other.
+template <bool kMasked>
+__device__ __forceinline__ void windows_along_rows(const float* x, const float* y, const float* keep, float* along) {
+  constexpr int kGroups = (kCentresWide + kAcross - 1) / kAcross, kHeld = kAcross + 2 * kSsimRadius;
+  for (int i = threadIdx.x; i < kPixelsHigh * kGroups; i += kThreads) {
+    const int r = i % kPixelsHigh, c = i / kPixelsHigh * kAcross;
+    float a[kHeld], b[kHeld], sum[4 + kMasked][kAcross];
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const bool held = c + k < kPixelsWide;
+      a[k] = held ? x[r * kPixelStride + c + k] : 0.f;
+      b[k] = held ? y[r * kPixelStride + c + k] : 0.f;
+    }
+    windows(a, sum[0]);
+    windows(b, sum[1]);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const float product = a[k] * b[k];
+      a[k] = a[k] * a[k] + b[k] * b[k];
+      b[k] = product;
+    }
+    windows(a, sum[2]);
+    windows(b, sum[3]);
+    if constexpr (kMasked) windows_of(keep + r * kPixelStride + c, 1, kPixelsWide - c, sum[4]);
+#pragma unroll
+    for (int map = 0; map < 4 + kMasked; ++map) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        if (c + j < kCentresWide) along[map * kAlong + r * kCentreStride + c + j] = sum[map][j];
+      }
+    }
+  }
+}
+
+// SSIM's derivatives at the centres; returns the sum of the thread's SSIM values in the tile itself.
+template <bool kMasked>
+__device__ __forceinline__ float centres(const LossImages& images, int64_t top, int64_t left, const float* keep, const float* along,
+                                         float* derivative) {
+  constexpr int kGroups = (kCentresHigh + kDown - 1) / kDown;
+  static_assert(kGroups * kCentresWide <= kThreads);
+  if (threadIdx.x >= kGroups * kCentresWide) return 0.f;
+  const int c = threadIdx.x % kCentresWide, first = threadIdx.x / kCentresWide * kDown;
+  float mean[4 + kMasked][kDown];
+#pragma unroll
+  for (int map = 0; map < 4 + kMasked; ++map) {
+    windows_of(along + map * kAlong + first * kCentreStride + c, kCentreStride, kPixelsHigh - first, mean[map]);
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < kDown; ++j) {
+    const int r = first + j;
+    if (r >= kCentresHigh) continue;
+    const int64_t row = top + r - kSsimRadius, column = left + c - kSsimRadius;
+    bool valid = row >= kSsimRadius && row < images.height - kSsimRadius && column >= kSsimRadius && column < images.width - kSsimRadius;
+    if constexpr (kMasked) valid = valid && keep[(r + kSsimRadius) * kPixelStride + c + kSsimRadius] != 0.f;
+    math::SsimDerivative d{0.f, 0.f, 0.f};
+    if (valid) {
+      float scale = 1.f;
+      if constexpr (kMasked) scale = 1.f / mean[4][j];
+      const float value = math::ssim(mean[0][j] * scale, mean[1][j] * scale, mean[2][j] * scale, mean[3][j] * scale, d);
+      d = {d.by_mean * scale, d.by_square * scale, d.by_product * scale};
+      const bool own = r >= kSsimRadius && r < kSsimRadius + kHigh && c >= kSsimRadius && c < kSsimRadius + kWide;
+      if (own) sum += value;
+    }
+    derivative[r * kCentreStride + c] = d.by_mean;
+    derivative[kCentres + r * kCentreStride + c] = d.by_square;
+    derivative[2 * kCentres + r * kCentreStride + c] = d.by_product;
+  }
+  return sum;
+}
+
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ LossInput in) {
   extern __shared__ float shared[];
   __shared__ double warp_sums[kWarps];
-  float* const x = shared;                    // [36, 52] shifted values
+  float* const x = shared;                        // [36, 52] shifted values
   float* const y = x + kPixels;
-  float* const keep = y + kPixels;            // 1 where the pixel counts; with a mask
+  float* const keep = y + kPixels;                // 1 where the pixel counts; with a mask
   float* const along = keep + kMasked * kPixels;  // [36, 42] each: windows along the rows of x, y, squares, product, keep
   float* const derivative = along + (4 + kMasked) * kAlong;  // [26, 42] each, of mean, square, product
-  float* const spread = along;                // [26, 32] each: windows along the rows of the derivatives
+  float* const spread = along;                    // [26, 32] each: windows along the rows of the derivatives
 
   const LossImages& images = in.images;
   const int64_t width = images.width, height = images.height;
@@ -109,71 +201,44 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ 
   for (int channel = 0; channel < kChannels; ++channel) {
     __syncthreads();  // of the channel before
     if (with_ssim) {
-      for (int i = threadIdx.x; i < kPixels; i += kThreads) {
-        const int64_t row = top + i / kPixelsWide - 2 * kSsimRadius, column = left + i % kPixelsWide - 2 * kSsimRadius;
+      for (int i = threadIdx.x; i < kPixelsWide * kPixelsHigh; i += kThreads) {
+        const int r = i / kPixelsWide, c = i % kPixelsWide, to = r * kPixelStride + c;
+        const int64_t row = top + r - 2 * kSsimRadius, column = left + c - 2 * kSsimRadius;
         const bool inside = row >= 0 && row < height && column >= 0 && column < width;
         const int64_t pixel = row * width + column;
         const bool counts_here = inside && (!kMasked || images.mask[pixel]);
-        x[i] = counts_here ? images.rgb[kChannels * pixel + channel] - kSsimShift : 0.f;
-        y[i] = counts_here ? target_at(images, kChannels * pixel + channel) - kSsimShift : 0.f;
-        if constexpr (kMasked) keep[i] = counts_here ? 1.f : 0.f;
+        x[to] = counts_here ? images.rgb[kChannels * pixel + channel] - kSsimShift : 0.f;
+        y[to] = counts_here ? target_at(images, kChannels * pixel + channel) - kSsimShift : 0.f;
+        if constexpr (kMasked) keep[to] = counts_here ? 1.f : 0.f;
       }
       __syncthreads();
-      for (int i = threadIdx.x; i < kAlong; i += kThreads) {
-        const int at = i / kCentresWide * kPixelsWide + i % kCentresWide + kSsimRadius;
-        float mean_x = 0.f, mean_y = 0.f, squares = 0.f, product = 0.f;
-#pragma unroll
-        for (int k = -kSsimRadius; k <= kSsimRadius; ++k) {
-          const float w = weight_at(k), a = x[at + k], b = y[at + k];
-          mean_x += w * a;
-          mean_y += w * b;
-          squares += w * (a * a + b * b);
-          product += w * (a * b);
-        }
-        along[i] = mean_x;
-        along[kAlong + i] = mean_y;
-        along[2 * kAlong + i] = squares;
-        along[3 * kAlong + i] = product;
-        if constexpr (kMasked) along[4 * kAlong + i] = window(keep + at, 1);
-      }
+      windows_along_rows<kMasked>(x, y, keep, along);
       __syncthreads();
-      for (int i = threadIdx.x; i < kCentres; i += kThreads) {
-        const int centre_row = i / kCentresWide, centre_column = i % kCentresWide;
-        const int64_t row = top + centre_row - kSsimRadius, column = left + centre_column - kSsimRadius;
-        bool valid = row >= kSsimRadius && row < height - kSsimRadius && column >= kSsimRadius && column < width - kSsimRadius;
-        if constexpr (kMasked) {
-          valid = valid && keep[(centre_row + kSsimRadius) * kPixelsWide + centre_column + kSsimRadius] != 0.f;
-        }
-        math::SsimDerivative d{0.f, 0.f, 0.f};
-        if (valid) {
-          const float* at = along + (centre_row + kSsimRadius) * kCentresWide + centre_column;
-          float scale = 1.f;
-          if constexpr (kMasked) scale = 1.f / window(at + 4 * kAlong, kCentresWide);
-          const float value = math::ssim(window(at, kCentresWide) * scale, window(at + kAlong, kCentresWide) * scale,
-                                         window(at + 2 * kAlong, kCentresWide) * scale,
-                                         window(at + 3 * kAlong, kCentresWide) * scale, d);
-          d = {d.by_mean * scale, d.by_square * scale, d.by_product * scale};
-          const bool own = centre_row >= kSsimRadius && centre_row < kSsimRadius + kHigh && centre_column >= kSsimRadius &&
-                           centre_column < kSsimRadius + kWide;
-          if (own) ssim_sum += value;
-        }
-        derivative[i] = d.by_mean;
-        derivative[kCentres + i] = d.by_square;
-        derivative[2 * kCentres + i] = d.by_product;
-      }
+      ssim_sum += centres<kMasked>(images, top, left, keep, along, derivative);
       __syncthreads();
       if (in.dL_drgb) {
-        for (int i = threadIdx.x; i < kWide * kCentresHigh; i += kThreads) {
-          const int at = i / kWide * kCentresWide + i % kWide + kSsimRadius;
+        for (int i = threadIdx.x; i < kCentresHigh * (kWide / kAcross); i += kThreads) {
+          const int r = i % kCentresHigh, c = i / kCentresHigh * kAcross;
           for (int map = 0; map < 3; ++map) {
-            spread[map * kWide * kCentresHigh + i] = window(derivative + map * kCentres + at, 1);
+            float sum[kAcross];
+            windows_of(derivative + map * kCentres + r * kCentreStride + c, 1, kAcross + 2 * kSsimRadius, sum);
+            for (int j = 0; j < kAcross; ++j) spread[map * kSpread + r * kSpreadStride + c + j] = sum[j];
           }
         }
         __syncthreads();
       }
     }
-    for (int i = threadIdx.x; i < kWide * kHigh; i += kThreads) {
-      const int64_t row = top + i / kWide, column = left + i % kWide;
+    const int c = threadIdx.x % kWide, r = threadIdx.x / kWide * kRows;
+    float by_mean[kRows] = {}, by_square[kRows] = {}, by_product[kRows] = {};
+    if (with_ssim && in.dL_drgb) {
+      const float* from = spread + r * kSpreadStride + c;
+      windows_of(from, kSpreadStride, kRows + 2 * kSsimRadius, by_mean);
+      windows_of(from + kSpread, kSpreadStride, kRows + 2 * kSsimRadius, by_square);
+      windows_of(from + 2 * kSpread, kSpreadStride, kRows + 2 * kSsimRadius, by_product);
+    }
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int64_t row = top + r + j, column = left + c;
       if (row >= height || column >= width) continue;
       const int64_t pixel = row * width + column, at = kChannels * pixel + channel;
       if (kMasked && !images.mask[pixel]) {
@@ -183,14 +248,9 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ 
       const float value = images.rgb[at], target = target_at(images, at);
       l1_sum += fabsf(value - target);
       if (!in.dL_drgb) continue;
-      float gradient = l1_scale * (static_cast<float>(value > target) - static_cast<float>(value < target));
-      if (with_ssim) {
-        const float* from = spread + (i / kWide + kSsimRadius) * kWide + i % kWide;
-        const float by_mean = window(from, kWide), by_square = window(from + kWide * kCentresHigh, kWide);
-        const float by_product = window(from + 2 * kWide * kCentresHigh, kWide);
-        gradient += ssim_scale * (by_mean + 2.0f * (value - kSsimShift) * by_square + (target - kSsimShift) * by_product);
-      }
-      in.dL_drgb[at] = gradient;
+      const float sign = static_cast<float>(value > target) - static_cast<float>(value < target);
+      in.dL_drgb[at] = l1_scale * sign + ssim_scale * (by_mean[j] + 2.0f * (value - kSsimShift) * by_square[j] +
+                                                       (target - kSsimShift) * by_product[j]);
     }
   }
   const double l1 = block_sum(l1_sum, warp_sums), similarity = block_sum(ssim_sum, warp_sums);
