@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/alias.h"
 
+#include <mutex>
+
+#include "backend/flavour.h"
+#include "backend/shards.h"
+
+#include "memory/pool.h"
+
 namespace mgpu {
 
 namespace {
@@ -15,6 +22,28 @@ c10::Storage storage_over(const c10::Storage& kept, c10::Device device, c10::All
                                                std::move(data), allocator, /*resizable=*/true);
 }
 
+// A backing kernel's memory as an mgpu storage's: who else uses it is asked when it is dropped.
+struct Adopted {
+  c10::Storage storage;
+  std::mutex mutex;
+  c10::SmallVector<c10::StreamId, 2> used_on;
+};
+void drop_adoption(void* context) {
+  auto* adoption = static_cast<Adopted*>(context);
+  dropped(adoption->storage, adoption->used_on);
+  delete adoption;
+}
+c10::Storage adopt(const c10::Storage& fresh) {
+  c10::StorageImpl* impl = fresh.unsafeGetStorageImpl();
+  adopted(fresh);
+  c10::DataPtr data(impl->mutable_data(), new Adopted{fresh, {}, {}}, &drop_adoption, mgpu_device());
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
+                                               std::move(data), mgpu_allocator(), /*resizable=*/true);
+}
+
+// Of this part: original storage, the same with the part's label.
+thread_local c10::SmallVector<std::pair<c10::Storage, c10::Storage>, 8> relabelled;
+
 void copy_bits(const at::Tensor& from, c10::TensorImpl* to) {
   if (from.is_conj()) to->_set_conj(true);
   if (from.is_neg()) to->_set_neg(true);
@@ -24,9 +53,47 @@ void copy_bits(const at::Tensor& from, c10::TensorImpl* to) {
 
 at::Tensor make_view(const c10::Storage& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype,
                      c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage), keys, dtype);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, for_part(storage), keys, dtype);
   impl->set_sizes_and_strides(sizes, strides, offset);
   return at::Tensor(std::move(impl));
+}
+
+Aliases::Aliases() {
+  TORCH_CHECK(!in_forked_child(),
+              "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, "
+              "or let them "
+              "return CPU tensors and move those to mgpu in the parent.");
+}
+
+c10::Storage for_part(const c10::Storage& storage) {
+  if (part_gpu < 0 || storage.device() != backing_device()) return storage;
+  for (const auto& [from, to] : relabelled)
+    if (from.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) return to;
+  relabelled.emplace_back(storage, storage_over(storage, part_device(), backing_allocator()));
+  return relabelled.back().second;
+}
+
+at::Tensor for_part(const at::Tensor& tensor) {
+  if (part_gpu < 0 || !tensor.defined() || tensor.layout() != c10::kStrided || tensor.device() != backing_device())
+    return tensor;
+  at::Tensor view = make_view(tensor.storage(), tensor.key_set(), tensor.dtype(), tensor.sizes(), tensor.strides(),
+                              tensor.storage_offset());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) view.unsafeGetTensorImpl()->set_wrapped_number(true);
+  copy_bits(tensor, view.unsafeGetTensorImpl());
+  return view;
+}
+
+void forget_relabelled() { relabelled.clear(); }
+
+bool note_use_of_adopted(const c10::Storage& storage, c10::StreamId stream) {
+  const c10::DataPtr& data = storage.data_ptr();
+  if (data.get_deleter() != &drop_adoption) return false;
+  auto* adoption = static_cast<Adopted*>(data.get_context());
+  std::lock_guard<std::mutex> lock(adoption->mutex);
+  for (const c10::StreamId known : adoption->used_on)
+    if (known == stream) return true;
+  adoption->used_on.push_back(stream);
+  return true;
 }
 
 c10::Storage Aliases::alias_storage(const c10::Storage& storage) {
@@ -58,7 +125,7 @@ at::Tensor Aliases::from_backing(const at::Tensor& result) const {
   for (const Entry& entry : entries_)
     if (entry.alias.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl())
       home = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(entry.original));
-  if (!home) home = storage_over(storage, mgpu_device(), mgpu_allocator());
+  if (!home) home = adopt(storage);
   c10::DispatchKeySet keys(kDeviceKey);
   // a zero tensor has no memory; without its key, kernels would read it
   if (result._is_zerotensor()) keys = keys.add(c10::DispatchKey::ZeroTensor);

@@ -3,6 +3,7 @@
 // operators hand to torch's own kernels. No byte is copied.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
@@ -25,9 +26,20 @@ struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
+// ---- on another GPU than the lead shard's (shards.h, part_gpu)
+
+// Relabel what is on the backing device as the part's: kernels run where their operands say they are.
+c10::Storage for_part(const c10::Storage& storage);
+at::Tensor for_part(const at::Tensor& tensor);
+void forget_relabelled();
+
+// Remember that a stream works on a tensor that a backing kernel made. False if it did not.
+bool note_use_of_adopted(const c10::Storage& storage, c10::StreamId stream);
+
 // The aliases of one call. Tensors that share a storage get aliases that share one, so overlap checks hold.
 class Aliases {
  public:
+  Aliases();  // RuntimeError in a forked process
   // The alias of an mgpu tensor; any other tensor as it is. Layouts other than strided are refused.
   at::Tensor to_backing(const at::Tensor& tensor);
 
@@ -38,6 +50,9 @@ class Aliases {
   // After a kernel wrote `alias`: give `original` its new sizes, and its storage the new memory if it was
   // resized.
   void sync_back(const at::Tensor& original, const at::Tensor& alias);
+
+  // After a kernel failed: forget the aliases, so that the next ones do not see what it may have resized.
+  void reset() { entries_.clear(); }
 
  private:
   struct Entry {

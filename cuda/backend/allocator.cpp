@@ -2,10 +2,7 @@
 #include "backend/allocator.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
-
-#include <cstring>
 
 #include "backend/device.h"
 #include "memory/pool.h"
@@ -19,6 +16,8 @@ namespace {
 
 void release(void* data) { free_block(data); }
 
+}  // namespace
+
 // The pool's exceptions as torch's own: torch.OutOfMemoryError, RuntimeError.
 c10::DataPtr pool_data(size_t bytes, c10::Device device) {
   try {
@@ -31,15 +30,16 @@ c10::DataPtr pool_data(size_t bytes, c10::Device device) {
   }
 }
 
+namespace {
+
 class MgpuAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override { return pool_data(bytes, mgpu_device()); }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { copy_bytes(to, from, bytes); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override { empty_cache(); }
-  void recordStream(const c10::DataPtr& /*data*/, c10::Stream /*stream*/) override {
-  }  // the host has no pending work
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { note_use(data.get(), stream.id()); }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex /*device*/) override {
     const MemoryCounts counts = memory_counts();
@@ -61,30 +61,8 @@ class BackingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override { return pool_data(bytes, backing_device()); }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { copy_bytes(to, from, bytes); }
 };
-
-// torch's CPU allocator as it was, but for threads inside an AllocationScope.
-class ScopedCpuAllocator final : public c10::Allocator {
- public:
-  explicit ScopedCpuAllocator(c10::Allocator* inner) : inner_(inner) { inner_deleter = inner->raw_deleter(); }
-  c10::DataPtr allocate(size_t bytes) override {
-    return AllocationScope::active ? pool_data(bytes, backing_device()) : inner_->allocate(bytes);
-  }
-  // only for raw_allocate(): a block's own DataPtr knows whom it belongs to
-  c10::DeleterFnPtr raw_deleter() const override { return inner_deleter ? &raw_release : nullptr; }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    inner_->copy_data(to, from, bytes);
-  }
-
- private:
-  static void raw_release(void* data) {
-    find_block(data).base == data&& data ? release(data) : inner_deleter(data);
-  }
-  static c10::DeleterFnPtr inner_deleter;
-  c10::Allocator* inner_;
-};
-c10::DeleterFnPtr ScopedCpuAllocator::inner_deleter = nullptr;
 
 }  // namespace
 
@@ -97,14 +75,6 @@ c10::Allocator* mgpu_allocator() {
 c10::Allocator* backing_allocator() {
   static BackingAllocator* instance = new BackingAllocator;
   return instance;
-}
-
-void install_allocation_scope() {
-  static const bool installed = [] {
-    c10::SetCPUAllocator(new ScopedCpuAllocator(c10::GetCPUAllocator()), /*priority=*/1);
-    return true;
-  }();
-  (void)installed;
 }
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, mgpu_allocator())

@@ -7,6 +7,7 @@
 #include <ATen/ops/convolution_backward.h>
 
 #include "backend/alias.h"
+#include "backend/flavour.h"
 #include "backend/op_table.h"
 #include "backend/shards.h"
 
@@ -31,6 +32,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
   const at::Tensor x = aliases.to_backing(input);
   const at::Tensor w = aliases.to_backing(weight);
   BelowAutograd below_autograd;
+  OperatorScope scope;
   AllocationScope results_from_the_pool;
   return aliases.from_backing(at::convolution_symint(x, w, bias_alias, stride, padding, dilation, transposed,
                                                      output_padding, std::move(groups)));
@@ -47,6 +49,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   const at::Tensor x = aliases.to_backing(input);
   const at::Tensor w = aliases.to_backing(weight);
   BelowAutograd below_autograd;
+  OperatorScope scope;
   AllocationScope results_from_the_pool;
   const auto [dx, dw, db] = at::convolution_backward_symint(
       dy, x, w, wanted[2] ? at::OptionalSymIntArrayRef(bias_size) : std::nullopt, stride, padding, dilation,

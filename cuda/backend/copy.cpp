@@ -8,6 +8,7 @@
 #include <ATen/ops/resize_ops.h>
 
 #include "backend/alias.h"
+#include "backend/flavour.h"
 #include "backend/shards.h"
 #include "backend/split.h"
 
@@ -15,7 +16,8 @@ namespace mgpu::ops {
 
 namespace {
 
-bool copy_by_shard(const at::Tensor& from, const at::Tensor& to) {
+bool copy_by_shard(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (one_part_runs_whole()) return false;
   if (!is_large(from) && !is_large(to)) return false;
   if (from.layout() != c10::kStrided || from.device().type() == c10::DeviceType::Meta) return false;
   const at::Tensor operands[] = {from, to};
@@ -26,11 +28,11 @@ bool copy_by_shard(const at::Tensor& from, const at::Tensor& to) {
   if (overlaps(parts[1], parts[0])) return false;
   const auto cut = ElementwiseCut::of(parts, *shape, /*flat_only=*/false);
   if (!cut) return false;
-  run_on_shards([&](int shard) {
-    const RowRange range = cut->range(shard);
+  run_on_parts([&](int part) {
+    const RowRange range = cut->range(part);
     if (range.empty()) return;
     at::Tensor out = cut->slice(parts[1], range);
-    at::_ops::copy_::call(out, cut->slice(parts[0], range), false);
+    at::_ops::copy_::call(out, cut->slice(parts[0], range), non_blocking);
   });
   return true;
 }
@@ -41,14 +43,15 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   static Operator& entry = operator_entry("aten::_copy_from");
   BelowAutograd below_autograd;
   const bool large = is_large(self) || is_large(dst);
-  if (copy_by_shard(self, dst)) {
+  if (copy_by_shard(self, dst, non_blocking)) {
     count_run(entry, Run::kSharded, large);
     return dst;
   }
+  OperatorScope scope;
   Aliases aliases;
   at::Tensor out = aliases.to_backing(dst);
   at::_ops::copy_::call(out, aliases.to_backing(self), non_blocking);
-  count_run(entry, Run::kLead, large);
+  count_run(entry, large && one_part_runs_whole() ? Run::kSharded : Run::kLead, large);
   return dst;
 }
 

@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "backend/alias.h"
+#include "backend/flavour.h"
 #include "backend/generator.h"
 #include "backend/shards.h"
 #include "backend/split.h"
@@ -20,6 +21,11 @@ void check_device(const Operator& entry, const at::Tensor& tensor) {
               "Expected all tensors to be on the same device, but found at least two devices, mgpu:0 and "
               "cpu! (when calling ",
               entry.name, ")");
+  TORCH_CHECK(kBackingType == c10::DeviceType::CPU || !tensor.defined() || tensor.dim() == 0 ||
+                  tensor.device().type() != c10::DeviceType::CUDA || entry.takes_cpu_tensors,
+              "Expected all tensors to be on the same device, but found at least two devices, mgpu:0 and ",
+              tensor.device(), "! (when calling ", entry.name,
+              "). torch.mgpu.from_cuda() makes a mgpu tensor over the same memory.");
 }
 
 }  // namespace
@@ -37,7 +43,7 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
   const size_t first = stack->size() - arguments;
   Aliases aliases;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> written;  // (original, alias)
-  c10::SmallVector<c10::IValue, 8> originals;
+  c10::SmallVector<c10::IValue, 8> originals(stack->begin() + static_cast<int64_t>(first), stack->end());
 
   auto convert = [&](const at::Tensor& tensor, bool writes) {
     check_device(entry, tensor);
@@ -45,9 +51,7 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
     if (writes) written.emplace_back(tensor, alias);
     return alias;
   };
-  for (size_t i = 0; i < arguments; ++i) {
-    c10::IValue& value = (*stack)[first + i];
-    originals.push_back(value);
+  auto convert_argument = [&](size_t i, c10::IValue& value) {
     const bool writes = entry.writes[i];
     if (value.isTensor()) {
       value = c10::IValue(convert(value.toTensor(), writes));
@@ -63,10 +67,26 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
     } else {
       value = backing_value(entry, i, value);
     }
-  }
-  {
+  };
+  for (size_t i = 0; i < arguments; ++i) convert_argument(i, (*stack)[first + i]);
+  try {
     AllocationScope results_from_the_pool;
     call_backing(*entry.handle, stack);
+  } catch (const c10::OutOfMemoryError& error) {
+    // once more with all that is kept for reuse given back, unless an argument may be half written
+    if (entry.in_place || !release_caches()) throw_out_of_memory(error);
+    aliases.reset();
+    stack->resize(first);
+    for (size_t i = 0; i < arguments; ++i) {
+      stack->push_back(originals[i]);
+      convert_argument(i, stack->back());
+    }
+    try {
+      AllocationScope results_from_the_pool;
+      call_backing(*entry.handle, stack);
+    } catch (const c10::OutOfMemoryError& again) {
+      throw_out_of_memory(again);
+    }
   }
   for (auto& [original, alias] : written) aliases.sync_back(original, alias);
 
@@ -95,10 +115,22 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
 void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   BelowAutograd below_autograd;
   Operator& entry = operator_entry(handle);
+  std::optional<OperatorScope> scope;
+  if (!entry.is_view) scope.emplace();
   const bool large = any_large(*stack, entry.writes.size());
-  if (entry.cut != Cut::kNone && large && run_sharded(entry, stack)) {
-    count_run(entry, Run::kSharded, true);
-    return;
+  if (entry.cut != Cut::kNone && large) {
+    // a reduction's small result may be made by the kernel; element by element, results are as large as the operands,
+    // and come from the pool, so that their pages are dealt to the shards
+    const bool reduces = entry.cut == Cut::kRowWise || entry.cut == Cut::kReduceAll;
+    if (one_part_runs_whole() && (reduces || entry.in_place)) {
+      run_on_lead(entry, stack);
+      count_run(entry, Run::kSharded, true);
+      return;
+    }
+    if (run_sharded(entry, stack)) {
+      count_run(entry, Run::kSharded, true);
+      return;
+    }
   }
   run_on_lead(entry, stack);
   // a view touches no memory, so it counts as no run

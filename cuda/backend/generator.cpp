@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/generator.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 
 #include "backend/device.h"
+#include "backend/flavour.h"
 
 namespace mgpu {
 
@@ -40,7 +40,7 @@ struct MgpuGenerator final : c10::GeneratorImpl {
 
 }  // namespace
 
-at::Generator new_generator() { return at::make_generator<MgpuGenerator>(at::detail::createCPUGenerator()); }
+at::Generator new_generator() { return at::make_generator<MgpuGenerator>(make_backing_generator()); }
 
 const at::Generator& default_generator() {
   static const at::Generator* generator = new at::Generator(new_generator());

@@ -7,10 +7,10 @@
 #include <c10/core/Storage.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "backend/allocator.h"
 #include "backend/device.h"
+#include "backend/flavour.h"
 #include "backend/generator.h"
 #include "memory/pool.h"
 
@@ -51,7 +51,7 @@ struct MgpuHooks final : at::PrivateUse1HooksInterface {
     c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
     c10::DataPtr data = mgpu_allocator()->allocate(bytes);
     const size_t kept = std::min(bytes, impl->nbytes());
-    if (kept > 0) std::memcpy(data.get(), impl->data(), kept);
+    if (kept > 0) copy_bytes(data.get(), impl->data(), kept);
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(bytes);
   }

@@ -10,7 +10,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "backend/alias.h"
 #include "backend/device.h"
+#include "backend/shards.h"
 
 namespace mgpu {
 
@@ -186,7 +188,32 @@ Operator& operator_entry(const char* name) {
   return *slot;
 }
 
+namespace {
+
+// On another GPU than the lead's: everything that carries the lead's label gets the part's.
+void relabel(std::vector<c10::IValue>& stack) {
+  for (c10::IValue& value : stack) {
+    if (value.isTensor()) {
+      value = c10::IValue(for_part(value.toTensor()));
+    } else if (value.isTensorList()) {
+      auto list = value.toTensorVector();
+      for (at::Tensor& tensor : list) tensor = for_part(tensor);
+      value = c10::IValue(c10::List<at::Tensor>(list));
+    } else if (value.isOptionalTensorList()) {
+      auto list = value.toOptionalTensorVector();
+      for (auto& tensor : list)
+        if (tensor) tensor = for_part(*tensor);
+      value = c10::IValue(c10::List<std::optional<at::Tensor>>(list));
+    } else if (value.isDevice() && value.toDevice() == backing_device()) {
+      value = c10::IValue(part_device());
+    }
+  }
+}
+
+}  // namespace
+
 void call_backing(const c10::OperatorHandle& handle, std::vector<c10::IValue>* stack) {
+  if (part_gpu >= 0) relabel(*stack);
   handle.redispatchBoxed(c10::DispatchKeySet(kBackingKey), stack);
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "backend/allocator.h"
+#include "backend/shards.h"
 
 namespace mgpu {
 
@@ -68,7 +69,7 @@ std::optional<ElementwiseCut> ElementwiseCut::of(c10::ArrayRef<at::Tensor> opera
   return std::nullopt;
 }
 
-RowRange ElementwiseCut::range(int shard) const { return equal_chunk(extent_, shard, mesh().size()); }
+RowRange ElementwiseCut::range(int part) const { return part_range(extent_, part); }
 
 at::Tensor ElementwiseCut::slice(const at::Tensor& operand, RowRange range) const {
   if (flat()) {

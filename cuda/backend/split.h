@@ -35,8 +35,8 @@ class ElementwiseCut {
                                           bool flat_only);
 
   bool flat() const { return dimension_ < 0; }
-  RowRange range(int shard) const;
-  // The part of an operand that a shard works on.
+  RowRange range(int part) const;
+  // What a part (shards.h) works on, of an operand.
   at::Tensor slice(const at::Tensor& operand, RowRange range) const;
   // Layout of a result that has the shape of the cut; nothing if the operands do not determine it.
   std::optional<std::vector<int64_t>> result_strides(c10::ArrayRef<at::Tensor> operands) const;

@@ -126,15 +126,15 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
     }
   }
 
-  run_on_shards([&](int shard) {
+  run_on_parts([&](int part) {
     std::vector<size_t> kept;
     for (size_t g = 0; g < count; ++g) {
-      const bool mine = groups[g].cut ? !groups[g].cut->range(shard).empty() : shard == 0;
+      const bool mine = groups[g].cut ? !groups[g].cut->range(part).empty() : part == 0;
       if (mine) kept.push_back(g);
     }
     if (kept.empty()) return;
     auto pick = [&](const Group& group, const at::Tensor& operand) {
-      return group.cut ? group.cut->slice(operand, group.cut->range(shard)) : operand;
+      return group.cut ? group.cut->slice(operand, group.cut->range(part)) : operand;
     };
     torch::jit::Stack call;
     fill(call, kept, pick);

@@ -79,8 +79,8 @@ bool run_pointwise(const Operator& entry, torch::jit::Stack* stack) {
     out = aliases.to_backing(result);
   }
 
-  run_on_shards([&](int shard) {
-    const RowRange range = cut->range(shard);
+  run_on_parts([&](int part_index) {
+    const RowRange range = cut->range(part_index);
     if (range.empty()) return;
     torch::jit::Stack call;
     fill(call, [&](const at::Tensor& operand) { return cut->slice(operand, range); });

@@ -67,7 +67,7 @@ class Reduction {
         call.emplace_back(part);
       else if (entry_.writes[i]) {
         const at::Tensor& output = outputs_[written];
-        call.emplace_back(outs.empty() ? at::empty({0}, output.options().device(backing_device()))
+        call.emplace_back(outs.empty() ? at::empty({0}, output.options().device(part_device()))
                                        : outs[written]);
         ++written;
       } else if (keepdim && static_cast<int>(i) == entry_.keepdim_argument)
@@ -105,6 +105,12 @@ class Reduction {
   at::Tensor input_;  // alias
 };
 
+// Partial values from the GPUs that made them to the lead's.
+void bring_to_lead(std::vector<at::Tensor>& values) {
+  for (at::Tensor& value : values)
+    if (value.defined() && value.device() != backing_device()) value = value.to(backing_device());
+}
+
 bool run_each_row(Reduction& reduction) {
   const at::Tensor& input = reduction.input();
   const int64_t rows = input.size(0);
@@ -128,8 +134,8 @@ bool run_each_row(Reduction& reduction) {
   for (const at::Tensor& result : results) outs.push_back(reduction.alias(result));
   for (const at::Tensor& out : outs)
     if (overlaps(out, input) || out.is_alias_of(input)) return false;
-  run_on_shards([&](int shard) {
-    const RowRange range = equal_chunk(rows, shard, mesh().size());
+  run_on_parts([&](int part) {
+    const RowRange range = part_range(rows, part);
     if (range.empty()) return;
     std::vector<at::Tensor> parts;
     for (const at::Tensor& out : outs) parts.push_back(row_slice(out, range));
@@ -150,22 +156,21 @@ bool run_over_rows(const Operator& entry, Reduction& reduction) {
       !keeps_precision(input))
     return false;
   const int64_t rows = input.size(0);
-  const int shards = mesh().size();
-  std::vector<at::Tensor> values(static_cast<size_t>(shards));
-  run_on_shards([&](int shard) {
-    const RowRange range = equal_chunk(rows, shard, shards);
-    if (!range.empty())
-      values[static_cast<size_t>(shard)] = reduction.call(row_slice(input, range), {}, true).back();
+  const int count = part_count();
+  std::vector<at::Tensor> values(static_cast<size_t>(count));
+  run_on_parts([&](int part) {
+    const RowRange range = part_range(rows, part);
+    if (!range.empty()) values[static_cast<size_t>(part)] = reduction.call(row_slice(input, range), {}, true).back();
   });
+  bring_to_lead(values);
   int64_t parts = 0;
   for (const at::Tensor& value : values) parts += value.defined();
   if (entry.base_name == "aten::mean") {
     // the mean of means: a chunk counts as many times as it has rows
-    for (int shard = 0; shard < shards; ++shard) {
-      at::Tensor& value = values[static_cast<size_t>(shard)];
+    for (int part = 0; part < count; ++part) {
+      at::Tensor& value = values[static_cast<size_t>(part)];
       if (!value.defined()) continue;
-      const double share =
-          static_cast<double>(equal_chunk(rows, shard, shards).size()) / static_cast<double>(rows);
+      const double share = static_cast<double>(part_range(rows, part).size()) / static_cast<double>(rows);
       value = at::_ops::mul_Scalar::call(value, share * static_cast<double>(parts));
     }
   }
@@ -181,7 +186,7 @@ bool run_row_wise(const Operator& entry, torch::jit::Stack* stack) {
   const c10::IValue& first = all[all.size() - entry.writes.size()];
   if (!first.isTensor()) return false;
   const at::Tensor& self = first.toTensor();
-  if (!is_plain(self) || self.dim() == 0 || self.size(0) < mesh().size() || self.numel() == 0) return false;
+  if (!is_plain(self) || self.dim() == 0 || self.size(0) < part_count() || self.numel() == 0) return false;
   Reduction reduction(entry, stack);
   for (const at::Tensor& output : reduction.outputs())
     if (!is_mgpu(output)) return false;
@@ -208,13 +213,14 @@ bool run_reduce_all(const Operator& entry, torch::jit::Stack* stack) {
   const at::Tensor operands[] = {reduction.input()};
   const auto cut = ElementwiseCut::of(operands, reduction.input().sizes(), /*flat_only=*/true);
   if (!cut) return false;
-  std::vector<at::Tensor> values(static_cast<size_t>(mesh().size()));
-  run_on_shards([&](int shard) {
-    const RowRange range = cut->range(shard);
+  std::vector<at::Tensor> values(static_cast<size_t>(part_count()));
+  run_on_parts([&](int part) {
+    const RowRange range = cut->range(part);
     if (range.empty()) return;
-    values[static_cast<size_t>(shard)] =
+    values[static_cast<size_t>(part)] =
         reduction.call(cut->slice(reduction.input(), range), {}, false).back();
   });
+  bring_to_lead(values);
   std::erase_if(values, [](const at::Tensor& value) { return !value.defined(); });
   reduction.finish(at::_ops::stack::call(values, 0));
   return true;

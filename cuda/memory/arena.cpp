@@ -15,21 +15,45 @@ void Arena::map_more(const std::vector<int16_t>& shards) {
   const int64_t first = mapped_pages();
   int64_t done = 0;
   const int64_t count = static_cast<int64_t>(shards.size());
-  while (done < count) {
-    int64_t end = done + 1;
-    while (end < count && shards[static_cast<size_t>(end)] == shards[static_cast<size_t>(done)]) ++end;
-    provider().map(base_ + (first + done) * kPageBytes, end - done, shards[static_cast<size_t>(done)]);
-    done = end;
+  try {
+    while (done < count) {
+      int64_t end = done + 1;
+      while (end < count && shards[static_cast<size_t>(end)] == shards[static_cast<size_t>(done)]) ++end;
+      provider().map(base_ + (first + done) * kPageBytes, end - done, shards[static_cast<size_t>(done)]);
+      done = end;
+    }
+  } catch (...) {
+    if (done > 0) provider().unmap(base_ + first * kPageBytes, done);
+    throw;
   }
   shard_.insert(shard_.end(), shards.begin(), shards.end());
   on_host_.resize(shard_.size(), 0);
 }
 
-void Arena::move(int64_t page, int to) {
-  const int from = place(page);
-  if (from != to) provider().move(base_ + page * kPageBytes, 1, from, to);
-  on_host_[static_cast<size_t>(page)] = to == kHostPage;
-  if (to != kHostPage) shard_[static_cast<size_t>(page)] = static_cast<int16_t>(to);
+void Arena::move(int64_t first, const std::vector<int16_t>& to) {
+  // runs of pages with the same way to go are moved in one call
+  const int64_t count = static_cast<int64_t>(to.size());
+  for (int64_t done = 0; done < count;) {
+    const int16_t from = place(first + done), wanted = to[static_cast<size_t>(done)];
+    int64_t end = done + 1;
+    while (end < count && to[static_cast<size_t>(end)] == wanted && place(first + end) == from) ++end;
+    if (from != wanted) provider().move(base_ + (first + done) * kPageBytes, end - done, from, wanted);
+    for (; done < end; ++done) {
+      const size_t page = static_cast<size_t>(first + done);
+      on_host_[page] = wanted == kHostPage;
+      if (wanted != kHostPage) shard_[page] = wanted;
+    }
+  }
+}
+
+bool Arena::lies_at(const std::vector<int16_t>& places) const {
+  for (size_t page = 0; page < places.size(); ++page)
+    if (!provider().same(place(static_cast<int64_t>(page)), places[page])) return false;
+  return true;
+}
+
+void Arena::zero(int64_t first, int64_t pages) {
+  if (pages > 0) provider().zero(base_ + first * kPageBytes, pages);
 }
 
 int16_t equal_page_shard(int64_t page, int64_t pages) {

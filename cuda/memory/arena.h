@@ -39,8 +39,15 @@ class Arena {
   // Its shard, also while it is away in host memory.
   int16_t shard(int64_t page) const { return shard_[static_cast<size_t>(page)]; }
 
-  // Move one page to a shard, or to host memory (kHostPage; it then remembers its shard). Contents stay.
-  void move(int64_t page, int to);
+  // Move pages [first, first + to.size()) each to a shard, or to host memory (kHostPage; it then remembers its shard).
+  // Contents stay. Throws OutOfMemory; some pages may have moved then, and the table is right.
+  void move(int64_t first, const std::vector<int16_t>& to);
+
+  // True if moving so needs no copying.
+  bool lies_at(const std::vector<int16_t>& places) const;
+
+  // Fill pages with zero that were just mapped.
+  void zero(int64_t first, int64_t pages);
 
   bool placed_by_user = false;  // place() was called: growth then leaves the older pages where they are
 

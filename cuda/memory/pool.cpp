@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
@@ -16,6 +17,8 @@
 #include "memory/locality.h"
 #include "memory/page.h"
 #include "memory/provider.h"
+#include "memory/tally.h"
+#include "mesh/gate.h"
 
 namespace mgpu {
 
@@ -23,10 +26,22 @@ namespace {
 
 constexpr int64_t kAlignment = 512;                      // as torch's CUDA allocator
 constexpr int64_t kSlabPages = 4;                        // 8 MiB a slab
-constexpr int64_t kCacheBytes = int64_t{1} << 30;        // freed arenas kept for reuse
+constexpr int64_t kSplitSegmentBytes = int64_t{64} << 20;  // torch cuts smaller segments up for small tensors
 constexpr int64_t kDefaultThreshold = int64_t{1} << 20;  // below it a fork costs more than it saves
 
 std::atomic<bool> forked_child{false};
+
+StreamOrder& stream_order() {
+  static StreamOrder* instance = new StreamOrder;
+  return *instance;
+}
+int64_t current_tag() { return stream_order().tag ? stream_order().tag() : 0; }
+
+std::string gibibytes(int64_t bytes) {
+  char text[32];
+  snprintf(text, sizeof text, "%.2f GiB", static_cast<double>(bytes) / (1 << 30));
+  return text;
+}
 
 // Free memory of one shard's slabs: best fit, neighbours merge again.
 class Slabs {
@@ -111,8 +126,11 @@ struct Block {
   bool tensor = false;
   std::unique_ptr<Arena> arena;  // null: cut from the slabs of `slab_shard`
   int slab_shard = 0;
+  int64_t tag = 0;  // of the stream that may use it again
   bool growable = false;
-  int64_t capacity = 0;  // bytes that it may grow to
+  int64_t capacity = 0;            // bytes that it may grow to
+  bool segment = false;            // of torch's allocator, which counts what is in it
+  std::vector<int64_t> used_on{};  // other streams
   std::unique_ptr<RowSplit> split;
 };
 
@@ -126,15 +144,33 @@ class Pool {
           "return CPU tensors and move those to mgpu in the parent.");
   }
 
+  // Try; if memory is short, again without what the pool keeps, and again without what other allocators keep. `work`
+  // runs under the lock, the others' caches are given back without it: they give their segments to free().
   template <typename F>
   auto with_retry(F work) {
+    check_process();
     try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      try {
+        return work();
+      } catch (const OutOfMemory&) {
+        drop_caches();
+      }
       return work();
-    } catch (const OutOfMemory&) {
-      drop_caches();
+    } catch (const OutOfMemory& error) {
+      if (!stream_order().release_others) throw with_table(error);
     }
-    return work();
+    stream_order().release_others();
+    try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      drop_caches();
+      return work();
+    } catch (const OutOfMemory& error) {
+      throw with_table(error);
+    }
   }
+
+  OutOfMemory with_table(const OutOfMemory& error) { return OutOfMemory(std::string(error.what()) + " " + table()); }
 
   // The live block around an address, or live_.end().
   auto around(const void* address) {
@@ -152,8 +188,36 @@ class Pool {
 
   char* allocate(int64_t bytes, int owner, bool tensor) {
     check_process();
-    std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t tag = current_tag();
+    return with_retry([&] { return take(bytes, owner, tensor, tag); });
+  }
+
+  // A segment is asked for by torch's allocator, under a lock of its own: whose caches to give back, it knows better.
+  char* allocate_segment(int64_t bytes) {
+    const int64_t tag = current_tag();
+    try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const int owner = bytes >= kSplitSegmentBytes ? kSplit : 0;
+      char* base = nullptr;
+      try {
+        base = take(bytes, owner, true, tag, true);
+      } catch (const OutOfMemory&) {
+        drop_caches();
+        base = take(bytes, owner, true, tag, true);
+      }
+      return base;
+    } catch (const OutOfMemory&) {
+      return nullptr;
+    }
+  }
+
+ private:
+  // With the lock held.
+  char* take(int64_t bytes, int owner, bool tensor, int64_t tag, bool segment = false) {
+    visit_pending(false);
     Block block;
+    block.tag = tag;
+    block.segment = segment;
     block.used = bytes;
     // with the locality check on, no two blocks share a hardware page
     bytes = round_up(bytes, locality_checked() ? kOsPageBytes : kAlignment);
@@ -161,41 +225,54 @@ class Pool {
     block.owner = owner;
     block.tensor = tensor;
     char* base = nullptr;
-    if (bytes < kSmallBytes) {
+    if (bytes < kSmallBytes && !segment) {
       block.slab_shard = owner >= 0 ? owner : 0;
-      base = with_retry([&] { return slabs(block.slab_shard).take(bytes); });
+      base = slabs(block.slab_shard, tag).take(bytes);
     } else {
       const int64_t pages = pages_for(bytes);
-      block.arena = with_retry([&] { return arena_of(pages, owner); });
+      block.arena = arena_of(pages, owner, tag);
       base = block.arena->base();
     }
     add(base, std::move(block));
     return base;
   }
 
+ public:
   char* reserve(int64_t bytes, int64_t capacity) {
     check_process();
-    std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t tag = current_tag();
+    return with_retry([&] { return take_growable(bytes, capacity, tag); });
+  }
+
+ private:
+  char* take_growable(int64_t bytes, int64_t capacity, int64_t tag) {
     const int64_t pages = pages_for(bytes);
     Block block;
+    block.tag = tag;
     block.used = block.bytes = bytes;
     block.owner = kSplit;
     block.tensor = true;
     block.growable = true;
     block.capacity = capacity;
-    block.arena = with_retry([&] {
-      auto arena = std::make_unique<Arena>(std::max<int64_t>(1, pages_for(capacity)));
-      arena->grow_to(pages, [&](int64_t page) { return equal_page_shard(page, pages); });
-      return arena;
-    });
+    block.arena = std::make_unique<Arena>(std::max<int64_t>(1, pages_for(capacity)));
+    block.arena->grow_to(pages, [&](int64_t page) { return equal_page_shard(page, pages); });
+    block.arena->zero(0, pages);
     char* base = block.arena->base();
     add(base, std::move(block));
     return base;
   }
 
+ public:
   void grow(void* base, int64_t bytes) {
-    check_process();
-    std::lock_guard<std::mutex> lock(mutex_);
+    StillScope still;  // older pages may move
+    with_retry([&] {
+      grow_locked(base, bytes);
+      return 0;
+    });
+  }
+
+ private:
+  void grow_locked(void* base, int64_t bytes) {
     auto found = live_.find(static_cast<char*>(base));
     if (found == live_.end() || !found->second.growable)
       throw std::invalid_argument(
@@ -207,24 +284,28 @@ class Pool {
       throw std::invalid_argument(std::to_string(bytes) + " bytes are more than its capacity of " +
                                   std::to_string(block.capacity) + " bytes");
     count(block, -1);
-    const auto least_loaded = [&](int64_t) {
-      std::vector<int64_t> load(static_cast<size_t>(mesh().size()));
-      for (int64_t page = 0; page < arena.mapped_pages(); ++page)
-        ++load[static_cast<size_t>(arena.shard(page))];
-      return static_cast<int16_t>(std::min_element(load.begin(), load.end()) - load.begin());
-    };
+    const int64_t old_pages = arena.mapped_pages();
     try {
-      with_retry([&] {
-        if (arena.placed_by_user) {
-          while (arena.mapped_pages() < pages) arena.grow_to(arena.mapped_pages() + 1, least_loaded);
-        } else {
-          arena.grow_to(pages, [&](int64_t page) { return equal_page_shard(page, pages); });
-          for (int64_t page = 0; page < arena.mapped_pages(); ++page)
-            if (arena.place(page) != kHostPage)
-              arena.move(page, equal_page_shard(page, arena.mapped_pages()));
-        }
-        return 0;
-      });
+      if (arena.placed_by_user) {
+        std::vector<int64_t> load(static_cast<size_t>(mesh().size()));
+        for (int64_t page = 0; page < old_pages; ++page) ++load[static_cast<size_t>(arena.shard(page))];
+        arena.grow_to(pages, [&](int64_t) {
+          const auto least = std::min_element(load.begin(), load.end());
+          ++*least;
+          return static_cast<int16_t>(least - load.begin());
+        });
+      } else {
+        arena.grow_to(pages, [&](int64_t page) { return equal_page_shard(page, pages); });
+      }
+      arena.zero(old_pages, arena.mapped_pages() - old_pages);
+      if (!arena.placed_by_user) {
+        // the chunks of all shards have become larger: deal the older pages again, but for those in host memory
+        std::vector<int16_t> places;
+        for (int64_t page = 0; page < arena.mapped_pages(); ++page)
+          places.push_back(arena.place(page) == kHostPage ? kHostPage
+                                                          : equal_page_shard(page, arena.mapped_pages()));
+        arena.move(0, places);
+      }
     } catch (...) {
       count(block, +1);
       throw;
@@ -233,6 +314,7 @@ class Pool {
     count(block, +1);
   }
 
+ public:
   void free(void* base) noexcept {
     if (base == nullptr || forked_child.load()) return;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -242,11 +324,56 @@ class Pool {
     if (locality_checked()) unprotect_block(base, block.bytes);
     count(block, -1);
     live_.erase(found);
-    if (!block.arena) {
-      slabs(block.slab_shard).give(static_cast<char*>(base), block.bytes);
-    } else if (!block.growable) {
-      keep(std::move(block.arena));
+    if (block.used_on.empty()) {
+      reuse(static_cast<char*>(base), std::move(block));
+      return;
     }
+    try {
+      Pending entry{static_cast<char*>(base), std::move(block), {}};
+      for (const int64_t stream : entry.block.used_on) entry.marks.push_back(stream_order().mark(stream));
+      pending_.push_back(std::move(entry));
+    } catch (...) {  // the driver is gone: the process ends, and its memory with it
+    }
+  }
+
+  void note_use(const void* base, int64_t stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = around(base);
+    if (found == live_.end() || !stream_order().mark) return;
+    std::vector<int64_t>& used_on = found->second.used_on;
+    if (std::find(used_on.begin(), used_on.end(), stream) == used_on.end()) used_on.push_back(stream);
+  }
+
+  void adopt(const void* base, int64_t bytes) {
+    if (!base) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    bytes = round_up(bytes, kAlignment);
+    const bool outside = around(base) == live_.end();  // not of a segment
+    auto [at, inserted] = adopted_.try_emplace(static_cast<const char*>(base), Adopted{bytes, 0, outside});
+    if (at->second.holders++ > 0) return;
+    count_adopted(at->second, +1);
+    ++allocations_;
+  }
+
+  void drop_adopted(const void* base) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = adopted_.find(static_cast<const char*>(base));
+    if (found == adopted_.end() || --found->second.holders > 0) return;
+    count_adopted(found->second, -1);
+    adopted_.erase(found);
+  }
+
+  std::string table() {
+    const MemoryCounts now = counts();
+    std::string text = "Shards:";
+    for (size_t shard = 0; shard < now.shards.size(); ++shard)
+      text += " " + std::to_string(shard) + " (" + mesh()[static_cast<int>(shard)].name + ") holds " +
+              gibibytes(now.shards[shard].allocated) + " in use and " +
+              gibibytes(std::max<int64_t>(0, now.shards[shard].reserved - now.shards[shard].allocated)) + " kept" +
+              (shard + 1 < now.shards.size() ? "," : ".");
+    const std::string free = free_memory_table();
+    if (!free.empty()) text += " " + free + ".";
+    return text + " Free tensors, lower the number of Gaussians or the image size, or add a shard to MGPU_DEVICES.";
   }
 
   BlockInfo info(const void* address) {
@@ -263,8 +390,13 @@ class Pool {
     check_process();
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = around(begin);
-    if (found == live_.end())
+    if (found == live_.end()) {
+      if (const auto [base, bytes] = around_adopted(begin); base) {
+        const int64_t first = (static_cast<const char*>(begin) - base) / kPageBytes;
+        return std::vector<int16_t>(static_cast<size_t>(pages_for(static_cast<const char*>(end) - base) - first), 0);
+      }
       throw std::invalid_argument("this tensor does not lie in memory of the mgpu device");
+    }
     const Arena& arena = arena_at(found->first, found->second);
     const int64_t first = (static_cast<const char*>(begin) - arena.base()) / kPageBytes;
     const int64_t bytes = static_cast<const char*>(end) - arena.base();
@@ -275,10 +407,14 @@ class Pool {
 
   void move(const void* begin, const std::vector<int64_t>& pages, const std::vector<int16_t>& places) {
     check_process();
+    StillScope still;
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = around(begin);
     if (found == live_.end())
-      throw std::invalid_argument("this tensor does not lie in memory of the mgpu device");
+      throw std::invalid_argument(
+          around_adopted(begin).first
+              ? "a kernel of torch made it, in memory that stays on the lead shard; clone() it, and place the clone"
+              : "this tensor does not lie in memory of the mgpu device");
     Block& block = found->second;
     if (!block.arena)
       throw std::invalid_argument(
@@ -292,7 +428,18 @@ class Pool {
         throw std::invalid_argument("page " + std::to_string(page) + " does not exist; the tensor has " +
                                     std::to_string(arena.mapped_pages() - first) + " pages");
     count(block, -1);
-    for (size_t i = 0; i < pages.size(); ++i) arena.move(first + pages[i], places[i]);
+    try {
+      // runs of neighbouring pages
+      for (size_t i = 0; i < pages.size();) {
+        size_t end = i + 1;
+        while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
+        arena.move(first + pages[i], {places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end)});
+        i = end;
+      }
+    } catch (...) {
+      count(block, +1);
+      throw;
+    }
     arena.placed_by_user = true;
     count(block, +1);
   }
@@ -316,17 +463,23 @@ class Pool {
     };
     for (const auto& [base, block] : live_)
       if (block.arena) add_pages(*block.arena);
-    for (const auto& arena : cached_) add_pages(*arena);
-    for (size_t shard = 0; shard < slabs_.size(); ++shard) out.shards[shard].pages += slabs_[shard].pages();
-    for (ShardMemory& shard : out.shards) {
-      shard.reserved = shard.pages * kPageBytes;
+    for (const Pending& entry : pending_)
+      if (entry.block.arena) add_pages(*entry.block.arena);
+    for (const Cached& kept : cached_) add_pages(*kept.arena);
+    for (const auto& [key, slabs] : slabs_) out.shards[static_cast<size_t>(key.second)].pages += slabs.pages();
+    for (ShardMemory& shard : out.shards) shard.reserved = shard.pages * kPageBytes;
+    if (!out.shards.empty()) out.shards[0].reserved += adopted_outside_;
+    add_temporaries(out.shards);
+    out.allocated = 0;
+    for (const ShardMemory& shard : out.shards) {
       out.reserved += shard.reserved;
+      out.allocated += shard.allocated;
     }
     out.reserved += out.host;
     out.allocated += host_bytes_;
     out.peak = peak_;
     out.allocations = allocations_;
-    out.live = static_cast<int64_t>(live_.size());
+    out.live = static_cast<int64_t>(live_.size() + adopted_.size());
     return out;
   }
 
@@ -334,11 +487,14 @@ class Pool {
     std::lock_guard<std::mutex> lock(mutex_);
     for (ShardMemory& shard : shards_) shard.peak = shard.allocated;
     peak_ = total_;
+    reset_temporaries();
   }
 
   void empty_cache() {
     if (forked_child.load()) return;
+    if (stream_order().release_others) stream_order().release_others();
     std::lock_guard<std::mutex> lock(mutex_);
+    visit_pending(true);
     drop_caches();
   }
 
@@ -361,9 +517,57 @@ class Pool {
   }
 
  private:
-  Slabs& slabs(int shard) {
-    while (static_cast<int>(slabs_.size()) <= shard) slabs_.emplace_back(static_cast<int>(slabs_.size()));
-    return slabs_[static_cast<size_t>(shard)];
+  struct Adopted {
+    int64_t bytes;
+    int64_t holders;
+    bool outside;  // of the pool's arenas
+  };
+  struct Cached {
+    std::unique_ptr<Arena> arena;
+    int64_t tag;
+  };
+  struct Pending {
+    char* base;
+    Block block;
+    std::vector<void*> marks;
+  };
+
+  Slabs& slabs(int shard, int64_t tag) { return slabs_.try_emplace({tag, shard}, shard).first->second; }
+
+  // A freed block goes where the next one of its stream finds it.
+  void reuse(char* base, Block block) {
+    if (!block.arena)
+      slabs(block.slab_shard, block.tag).give(base, block.bytes);
+    else if (!block.growable)
+      keep(std::move(block.arena), block.tag);
+  }
+
+  // Freed blocks that other streams have come past.
+  void visit_pending(bool wait) {
+    std::erase_if(pending_, [&](Pending& entry) {
+      std::erase_if(entry.marks, [&](void* mark) { return stream_order().passed(mark, wait); });
+      if (!entry.marks.empty()) return false;
+      reuse(entry.base, std::move(entry.block));
+      return true;
+    });
+  }
+
+  // The adopted memory around an address: its first byte (null: none) and size.
+  std::pair<const char*, int64_t> around_adopted(const void* address) const {
+    auto after = adopted_.upper_bound(static_cast<const char*>(address));
+    if (after == adopted_.begin()) return {nullptr, 0};
+    const auto& [base, memory] = *std::prev(after);
+    if (static_cast<const char*>(address) - base >= memory.bytes) return {nullptr, 0};
+    return {base, memory.bytes};
+  }
+
+  void count_adopted(const Adopted& memory, int64_t sign) {
+    ShardMemory& shard = shards(0);
+    shard.allocated += sign * memory.bytes;
+    shard.peak = std::max(shard.peak, shard.allocated);
+    total_ += sign * memory.bytes;
+    peak_ = std::max(peak_, total_);
+    if (memory.outside) adopted_outside_ += sign * memory.bytes;
   }
 
   ShardMemory& shards(int shard) {
@@ -372,39 +576,41 @@ class Pool {
   }
 
   const Arena& arena_at(const char* base, const Block& block) {
-    return block.arena ? *block.arena : *slabs(block.slab_shard).slab_of(base);
+    return block.arena ? *block.arena : *slabs(block.slab_shard, block.tag).slab_of(base);
   }
 
   // A kept arena of nearly the right size, or a new one.
-  std::unique_ptr<Arena> arena_of(int64_t pages, int owner) {
-    std::unique_ptr<Arena> arena;
-    for (auto kept = cached_.rbegin(); kept != cached_.rend(); ++kept) {
-      if ((*kept)->mapped_pages() >= pages && (*kept)->mapped_pages() <= pages + pages / 4) {
-        arena = std::move(*kept);
-        cached_.erase(std::next(kept).base());
-        cached_bytes_ -= arena->mapped_pages() * kPageBytes;
-        break;
-      }
-    }
-    if (!arena) arena = std::make_unique<Arena>(pages);
-    const int64_t total = arena->reserved_pages();
-    const auto shard_of = [&](int64_t page) {
-      return owner == kSplit ? equal_page_shard(page, total) : static_cast<int16_t>(owner >= 0 ? owner : 0);
+  std::unique_ptr<Arena> arena_of(int64_t pages, int owner, int64_t tag) {
+    const auto places_of = [&](int64_t total) {
+      std::vector<int16_t> places;
+      for (int64_t page = 0; page < total; ++page)
+        places.push_back(owner == kSplit ? equal_page_shard(page, total) : static_cast<int16_t>(owner >= 0 ? owner : 0));
+      return places;
     };
-    if (arena->mapped_pages() == total) {
-      for (int64_t page = 0; page < total; ++page) arena->move(page, shard_of(page));
-    } else {
-      arena->grow_to(total, shard_of);
+    for (auto kept = cached_.rbegin(); kept != cached_.rend(); ++kept) {
+      Arena& arena = *kept->arena;
+      const int64_t mapped = arena.mapped_pages();
+      if (kept->tag != tag || mapped < pages || mapped > pages + pages / 4) continue;
+      const std::vector<int16_t> places = places_of(mapped);
+      if (!arena.lies_at(places)) continue;
+      arena.move(0, places);
+      arena.placed_by_user = false;
+      std::unique_ptr<Arena> found = std::move(kept->arena);
+      cached_bytes_ -= mapped * kPageBytes;
+      cached_.erase(std::next(kept).base());
+      return found;
     }
-    arena->placed_by_user = false;
+    auto arena = std::make_unique<Arena>(pages);
+    const std::vector<int16_t> places = places_of(pages);
+    arena->grow_to(pages, [&](int64_t page) { return places[static_cast<size_t>(page)]; });
     return arena;
   }
 
-  void keep(std::unique_ptr<Arena> arena) {
+  void keep(std::unique_ptr<Arena> arena, int64_t tag) {
     cached_bytes_ += arena->mapped_pages() * kPageBytes;
-    cached_.push_back(std::move(arena));
-    while (cached_bytes_ > kCacheBytes) {
-      cached_bytes_ -= cached_.front()->mapped_pages() * kPageBytes;
+    cached_.push_back({std::move(arena), tag});
+    while (cached_bytes_ > provider().cache_bytes()) {
+      cached_bytes_ -= cached_.front().arena->mapped_pages() * kPageBytes;
       cached_.erase(cached_.begin());
     }
   }
@@ -412,7 +618,7 @@ class Pool {
   void drop_caches() {
     cached_.clear();
     cached_bytes_ = 0;
-    for (Slabs& slabs : slabs_) slabs.drop_empty();
+    for (auto& [key, slabs] : slabs_) slabs.drop_empty();
   }
 
   void add(char* base, Block block) {
@@ -423,6 +629,7 @@ class Pool {
 
   // Add (sign +1) or take away (-1) a block's bytes on the shards that its pages lie on.
   void count(const Block& block, int64_t sign) {
+    if (block.segment) return;  // what is in use of it is adopted by tensors
     auto count_bytes = [&](int place, int64_t bytes) {
       if (place == kHostPage) {
         host_bytes_ += sign * bytes;
@@ -449,8 +656,11 @@ class Pool {
 
   std::mutex mutex_;
   std::map<char*, Block> live_;
-  std::vector<Slabs> slabs_;                    // by shard
-  std::vector<std::unique_ptr<Arena>> cached_;  // oldest first
+  std::map<std::pair<int64_t, int>, Slabs> slabs_;  // by stream and shard
+  std::vector<Cached> cached_;                      // oldest first
+  std::vector<Pending> pending_;                    // freed, but other streams still use them
+  std::map<const char*, Adopted> adopted_;
+  int64_t adopted_outside_ = 0;
   int64_t cached_bytes_ = 0;
   std::vector<ShardMemory> shards_;  // allocated and peak; pages are counted on demand
   int64_t host_bytes_ = 0;
@@ -480,6 +690,12 @@ void* reserve_tensor(int64_t bytes, int64_t capacity) { return pool().reserve(by
 void* allocate_block(int64_t bytes, int owner) {
   return bytes <= 0 ? nullptr : pool().allocate(bytes, owner, false);
 }
+void* allocate_segment(int64_t bytes) { return pool().allocate_segment(bytes); }
+void set_stream_order(const StreamOrder& order) { stream_order() = order; }
+void note_use(const void* base, int64_t stream) { pool().note_use(base, stream); }
+void adopt_memory(const void* base, int64_t bytes) { pool().adopt(base, bytes); }
+void drop_adopted(const void* base) noexcept { pool().drop_adopted(base); }
+std::string memory_table() { return pool().table(); }
 void free_block(void* base) noexcept { pool().free(base); }
 void grow_block(void* base, int64_t bytes) { pool().grow(base, bytes); }
 BlockInfo find_block(const void* address) { return pool().info(address); }

@@ -26,13 +26,23 @@ class PageProvider {
   virtual void* reserve(int64_t pages) = 0;
   // Give back a range and what is mapped there.
   virtual void release(void* base, int64_t pages) noexcept = 0;
-  // Put zeroed pages on `place` behind [at, at + pages). Throws OutOfMemory; then nothing is mapped.
+  // Put pages on `place` behind [at, at + pages). Throws OutOfMemory; then nothing is mapped.
   virtual void map(void* at, int64_t pages, int place) = 0;
+  // Take the pages of whole former map() calls away again.
+  virtual void unmap(void* at, int64_t pages) = 0;
+  // Make pages that were just mapped zero, in the order of the lead shard's stream.
+  virtual void zero(void* at, int64_t pages) = 0;
   // Move pages; contents and address stay. The caller keeps everybody else off them.
   virtual void move(void* at, int64_t pages, int from, int to) = 0;
+  // True if two places are the same memory, so that moving from one to the other is a matter of book-keeping.
+  virtual bool same(int a, int b) const = 0;
+  // How many bytes of freed arenas the pool shall keep for reuse.
+  virtual int64_t cache_bytes() const = 0;
 };
 
-// The provider of this process: host memory, as long as there is no other flavour.
+// The provider of this process (provider_host.cpp, provider_cuda.cpp).
 PageProvider& provider();
+// What is free where, in words, for messages; empty on the host.
+std::string free_memory_table();
 
 }  // namespace mgpu

@@ -113,7 +113,12 @@ def cuda_home() -> Path:
         Path(nvcc).resolve().parents[1] if nvcc else None,
         Path("/usr/local/cuda"),
     ):
-        if home is not None and (home / "bin" / "nvcc").is_file():
+        # a wrapper of nvcc on PATH has no headers beside it
+        if (
+            home is not None
+            and (home / "bin" / "nvcc").is_file()
+            and (home / "include" / "cuda_runtime.h").is_file()
+        ):
             return home
     raise BuildError(
         "nvcc was not found (tried CUDA_HOME, PATH and /usr/local/cuda); the GPU flavour of ns-mgpu-splat compiles CUDA "

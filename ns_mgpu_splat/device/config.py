@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment says about the device: MGPU_DEVICES, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY."""
+"""What the environment says about the device: MGPU_DEVICES, MGPU_MEMORY, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY."""
 
 from __future__ import annotations
 
@@ -68,6 +68,17 @@ def shard_threshold(default: int) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"MGPU_SHARD_THRESHOLD is {text!r}, expected a number of bytes, 1 or more.")
     return int(text)
+
+
+def memory_kind() -> str:
+    """How GPUs shall hold memory (MGPU_MEMORY): `vmm`, `managed`, or blank for what suits them; the host ignores it.
+
+    Raises: ValueError if the variable says something else.
+    """
+    text = os.environ.get("MGPU_MEMORY", "").strip()
+    if text not in ("", "vmm", "managed"):
+        raise ValueError(f"MGPU_MEMORY is {text!r}, expected vmm or managed.")
+    return text
 
 
 def locality_checked() -> bool:

@@ -6,6 +6,7 @@ Registered by `ns_mgpu_splat.init()`. Part one is what `torch.cuda` has too, par
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_mgpu_splat.device import native
+from ns_mgpu_splat.device import native, topology
 
 _C = native()
 
@@ -74,7 +75,9 @@ def _index(device: Any) -> int:
             raise ValueError(f"Expected a mgpu device, and got {named}.")
         index = named.index or 0
     if index not in (0, -1):
-        raise ValueError(f"There is one mgpu device, mgpu:0, and no mgpu:{index}; its shards are in torch.mgpu.mesh().")
+        raise ValueError(
+            f"There is one mgpu device, mgpu:0, and no mgpu:{index}; its shards are in torch.mgpu.mesh()."
+        )
     return 0
 
 
@@ -105,9 +108,9 @@ def get_device_name(device: Any = None) -> str:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """(0, 0): the host flavour has no compute capability."""
+    """The lowest compute capability among the GPUs; (0, 0) in the host flavour, which has none."""
     _index(device)
-    return (0, 0)
+    return min((torch.cuda.get_device_capability(gpu) for gpu in _gpus()), default=(0, 0))
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,11 @@ class DeviceProperties:
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
     """Name, memory (bytes) and number of shards."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return DeviceProperties(get_device_name(device), total, len(mesh().shards))
+    return DeviceProperties(get_device_name(device), mem_get_info(device)[1], len(mesh().shards))
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for all work of the device; the host flavour's is done when a call returns."""
+    """Wait for all work on all GPUs; the host flavour's is done when a call returns."""
     _index(device)
     torch._C._accelerator_synchronizeDevice(0)
 
@@ -239,8 +241,11 @@ def empty_cache() -> None:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes of the memory behind the shards: the host's, here."""
+    """(free, total) bytes of the memory behind the shards: the GPUs', added up, or the host's."""
     _index(device)
+    if _gpus():
+        free, total = zip(*(torch.cuda.mem_get_info(gpu) for gpu in _gpus()), strict=True)
+        return sum(free), sum(total)
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
@@ -250,14 +255,32 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The shards behind the device; the first is the lead shard."""
+    """The shards behind the device; the first is the lead shard.
+
+    Attributes:
+        shards: their names, `cuda:0` or `cpu:0`; a GPU may be named more than once.
+        peer_matrix: `peer_matrix[a][b]`: shard `a` can read shard `b`'s memory directly.
+        links: `links[a][b]`: `same` (one memory), `nvlink`, `pci`, `none` (no direct access), or `peer` (direct, of a kind
+            that nobody tells: cuda-bindings and NVML are optional).
+    """
 
     shards: tuple[str, ...]
+    peer_matrix: tuple[tuple[bool, ...], ...] = ()
+    links: tuple[tuple[str, ...], ...] = ()
 
 
+@functools.cache
 def mesh() -> Mesh:
     """The mesh of this process."""
-    return Mesh(tuple(_C.mesh_shards()))
+    shards = tuple(_C.mesh_shards())
+    links = tuple(tuple(topology.link(a, b) for b in shards) for a in shards)
+    return Mesh(shards, tuple(tuple(kind != "none" for kind in row) for row in links), links)
+
+
+@functools.cache
+def _gpus() -> tuple[int, ...]:
+    """Ordinals of the GPUs in the mesh, each once; none in the host flavour."""
+    return tuple(dict.fromkeys(torch.device(name).index for name in mesh().shards if name.startswith("cuda")))
 
 
 def memory_stats() -> dict[str, Any]:
@@ -348,19 +371,39 @@ def to_device(tensor: Tensor, pages: int | Sequence[int] | Tensor | None = None)
 
 
 def as_cuda(tensor: Tensor) -> Tensor:
-    """The same memory as a CUDA tensor, without gradient. Raises: RuntimeError in the host flavour."""
-    raise RuntimeError(
-        f"torch.mgpu.as_cuda needs shards on GPUs, and this mesh is {', '.join(mesh().shards)}; "
-        "torch.mgpu.as_host(tensor) gives a CPU tensor over the same memory."
-    )
+    """The same memory as a CUDA tensor on the lead shard's GPU, without gradient; no copy.
+
+    Through it go DLPack and `__cuda_array_interface__`: cupy, numba, Warp, cuda-python. Work on it belongs on torch's
+    current CUDA stream, where this device's work is too.
+
+    Args: tensor: on `mgpu`. Raises: ValueError if it is elsewhere; RuntimeError in the host flavour.
+    """
+    if not _gpus():
+        raise RuntimeError(
+            f"torch.mgpu.as_cuda needs shards on GPUs, and this mesh is {', '.join(mesh().shards)}; "
+            "torch.mgpu.as_host(tensor) gives a CPU tensor over the same memory."
+        )
+    if tensor.device.type != "mgpu":
+        raise ValueError(f"torch.mgpu.as_cuda needs a tensor on mgpu, and got one on {tensor.device}.")
+    return _C.as_backing(tensor)
 
 
 def from_cuda(tensor: Tensor) -> Tensor:
-    """A CUDA tensor's memory as a `mgpu` tensor, without gradient. Raises: RuntimeError in the host flavour."""
-    raise RuntimeError(
-        f"torch.mgpu.from_cuda needs shards on GPUs, and this mesh is {', '.join(mesh().shards)}; "
-        "tensor.to('mgpu') copies."
-    )
+    """A CUDA tensor's memory as a `mgpu` tensor, without gradient; no copy. It stays where it is.
+
+    Args: tensor: strided, on a GPU of the mesh. Raises: ValueError if it is not; RuntimeError in the host flavour.
+    """
+    if not _gpus():
+        raise RuntimeError(
+            f"torch.mgpu.from_cuda needs shards on GPUs, and this mesh is {', '.join(mesh().shards)}; "
+            "tensor.to('mgpu') copies."
+        )
+    if tensor.device.type != "cuda" or tensor.layout != torch.strided or tensor.device.index not in _gpus():
+        raise ValueError(
+            f"torch.mgpu.from_cuda needs a strided tensor on a GPU of the mesh, and got {tensor.layout} on "
+            f"{tensor.device}; tensor.to('mgpu') copies."
+        )
+    return _C.from_backing(tensor)
 
 
 def as_host(tensor: Tensor) -> Tensor:
@@ -368,6 +411,10 @@ def as_host(tensor: Tensor) -> Tensor:
 
     Args: tensor: on `mgpu`. Raises: ValueError if it is elsewhere.
     """
+    if _gpus():
+        raise RuntimeError(
+            "torch.mgpu.as_host needs shards in host memory; tensor.cpu() copies, torch.mgpu.as_cuda(tensor) does not."
+        )
     if tensor.device.type != "mgpu":
         raise ValueError(f"torch.mgpu.as_host needs a tensor on mgpu, and got one on {tensor.device}.")
     return _C.as_host(tensor)
@@ -378,6 +425,8 @@ def from_host(tensor: Tensor) -> Tensor:
 
     Args: tensor: on the CPU, strided. Raises: ValueError if it is elsewhere.
     """
+    if _gpus():
+        raise RuntimeError("torch.mgpu.from_host needs shards in host memory; tensor.to('mgpu') copies.")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
             f"torch.mgpu.from_host needs a strided CPU tensor, and got {tensor.layout} on {tensor.device}."

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// bindings_flavour.cpp: what ns_mgpu_splat.device asks of the flavour (flavour.h): the same names in both.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend/alias.h"
+#include "backend/flavour.h"
+#include "backend/shards.h"
+#include "bindings.h"
+
+namespace mgpu {
+
+MGPU_BINDINGS(flavour) {
+  namespace py = pybind11;
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+
+#if MGPU_CUDA
+  m.attr("flavour") = "cuda";
+#else
+  m.attr("flavour") = "host";
+#endif
+  m.def("start", &start_flavour, no_gil);
+  m.def("set_parts_merged", &set_parts_merged);
+  m.def("part_count", &part_count);
+
+  // the same memory under the other name; no copy, no gradient
+  m.def("as_backing", [](const at::Tensor& tensor) {
+    OperatorScope scope;  // other GPUs' work comes first
+    return Aliases().to_backing(tensor.detach());
+  });
+  m.def("from_backing", [](const at::Tensor& tensor) { return Aliases().from_backing(tensor.detach()); });
+}
+
+}  // namespace mgpu

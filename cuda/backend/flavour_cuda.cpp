@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/flavour.h"
+
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/MemPool.h>
+#include <ATen/cuda/PeerToPeerAccess.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "backend/device.h"
+#include "backend/streams_cuda.h"
+#include "memory/pool.h"
+#include "memory/provider_cuda.h"
+#include "memory/temporaries.h"
+#include "mesh/launch.h"
+
+namespace mgpu {
+
+namespace {
+
+c10::DeviceIndex lead_index() { return static_cast<c10::DeviceIndex>(lead_gpu); }
+
+// ---- the order of the pool's reuse (memory/pool.h)
+
+// Blocks are used again on the CUDA stream that they were taken on.
+int64_t reuse_tag() {
+  current_stream_id();
+  return c10::cuda::getCurrentCUDAStream(lead_index()).id();
+}
+void* mark_stream(int64_t stream) {
+  StreamEvent* event = make_event(false);
+  record_event(*event, stream);
+  return event;
+}
+bool mark_passed(void* mark, bool wait) {
+  auto* event = static_cast<StreamEvent*>(mark);
+  if (wait) wait_event(*event);
+  if (!wait && !query_event(*event)) return false;
+  destroy_event(event);
+  return true;
+}
+
+// ---- torch's CUDA allocator, made to take its segments from the pool
+//
+// With managed memory, results of backing kernels must be managed too, and on several GPUs large ones should
+// not all lie on the lead shard. torch can direct a thread's allocations to a MemPool whose segments come
+// from functions of ours. A MemPool serves one thread at a time, so there are as many as threads were ever
+// inside a scope at once.
+class Routes {
+ public:
+  static Routes& instance() {
+    static Routes* routes = new Routes;  // its memory may outlive static destruction
+    return *routes;
+  }
+
+  void set_active(bool active) { active_ = active; }
+  bool active() const { return active_; }
+
+  at::cuda::MemPool* enter() {
+    std::unique_ptr<at::cuda::MemPool> pool;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        pool = std::move(free_.back());
+        free_.pop_back();
+      }
+    }
+    if (!pool) {
+      c10::cuda::CUDAGuard guard(lead_index());
+      pool = std::make_unique<at::cuda::MemPool>(segments_);
+    }
+    const std::thread::id self = std::this_thread::get_id();
+    c10::cuda::CUDACachingAllocator::beginAllocateToPool(
+        lead_index(), pool->id(), [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+    return pool.release();
+  }
+
+  void leave(at::cuda::MemPool* pool) {
+    c10::cuda::CUDACachingAllocator::endAllocateToPool(lead_index(), pool->id());
+    c10::cuda::CUDACachingAllocator::releasePool(lead_index(), pool->id());  // what begin... took
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.emplace_back(pool);
+  }
+
+  // torch gives a MemPool's segments back when the MemPool is gone, and those in use when they are free as
+  // well.
+  void drop_caches() {
+    std::vector<std::unique_ptr<at::cuda::MemPool>> gone;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      gone.swap(free_);
+    }
+    c10::cuda::CUDAGuard guard(lead_index());
+    gone.clear();
+  }
+
+ private:
+  Routes()
+      : segments_(torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+            [](size_t bytes, int, cudaStream_t) { return allocate_segment(static_cast<int64_t>(bytes)); },
+            [](void* data, size_t, int, cudaStream_t) { free_block(data); })) {}
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<at::cuda::MemPool>> free_;
+  std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> segments_;
+  bool active_ = false;
+};
+
+thread_local at::cuda::MemPool* route = nullptr;
+
+// ---- adopted memory that other streams still use
+
+struct Parked {
+  c10::Storage storage;
+  std::vector<void*> marks;
+};
+std::mutex parked_mutex;
+std::vector<Parked>& parked() {
+  static auto* list = new std::vector<Parked>;
+  return *list;
+}
+
+// Let go of parked storages whose streams have come past them.
+void visit_parked(bool wait) {
+  std::vector<c10::Storage> done;  // freed outside the lock
+  std::lock_guard<std::mutex> lock(parked_mutex);
+  std::erase_if(parked(), [&](Parked& entry) {
+    std::erase_if(entry.marks, [&](void* mark) { return mark_passed(mark, wait); });
+    if (entry.marks.empty()) done.push_back(std::move(entry.storage));
+    return entry.marks.empty();
+  });
+}
+
+bool release_others() {
+  for (const int gpu : mesh_gpus()) {
+    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+  visit_parked(true);
+  Routes::instance().drop_caches();
+  c10::cuda::CUDACachingAllocator::emptyCache();
+  trim_temporaries();
+  return true;
+}
+
+}  // namespace
+
+OperatorScope::OperatorScope(On on) {
+  TORCH_CHECK(!in_forked_child(),
+              "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or let them "
+              "return CPU tensors and move those to mgpu in the parent.");
+  launch_.emplace();
+  current_stream_id();
+  former_gpu_ = c10::cuda::ExchangeDevice(lead_index());
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
+    TORCH_CHECK(false,
+                "An operator on device mgpu cannot be captured into a CUDA graph: its memory and its streams "
+                "are not the "
+                "graph's. Capture plain CUDA tensors, or run without torch.cuda.graph.");
+  }
+  order_before(on == On::kAllShards);
+}
+
+OperatorScope::~OperatorScope() {
+  // kernels of other libraries read managed memory on all GPUs, and ask nobody
+  if (memory_is_managed()) order_all();
+  c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
+}
+
+std::string start_flavour(const std::string& memory) {
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  lead_gpu = mesh_gpus().front();
+  for (const int gpu : mesh_gpus()) {
+    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
+    C10_CUDA_CHECK(cudaFree(nullptr));  // makes the context
+    // memory that a kernel on one GPU makes is read by kernels on the others
+    for (const int other : mesh_gpus())
+      if (other != gpu)
+        at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(gpu), static_cast<c10::DeviceIndex>(other));
+  }
+  const std::string chosen = choose_memory(memory);
+  set_stream_order({&reuse_tag, &mark_stream, &mark_passed, &release_others});
+  set_stream_provider(&shard_stream_provider);
+  Routes::instance().set_active(memory_is_managed() || mesh_gpus().size() > 1);
+  current_stream_id();
+  return chosen;
+}
+
+void copy_bytes(void* to, const void* from, size_t bytes) {
+  OperatorScope scope;
+  C10_CUDA_CHECK(
+      cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c10::cuda::getCurrentCUDAStream(lead_index())));
+}
+
+at::Generator make_backing_generator() { return at::make_generator<at::CUDAGeneratorImpl>(lead_index()); }
+
+bool release_caches() {
+  empty_cache();
+  return true;
+}
+
+void throw_out_of_memory(const c10::OutOfMemoryError& error) {
+  const std::string text = error.what_without_backtrace();
+  if (text.find("Shards:") != std::string::npos) throw error;
+  TORCH_CHECK_WITH(OutOfMemoryError, false, text, " ", memory_table());
+}
+
+void adopted(const c10::Storage& storage) {
+  adopt_memory(storage.unsafeGetStorageImpl()->mutable_data(), static_cast<int64_t>(storage.nbytes()));
+}
+
+void dropped(const c10::Storage& storage, const c10::SmallVectorImpl<c10::StreamId>& used_on) {
+  drop_adopted(storage.unsafeGetStorageImpl()->mutable_data());
+  if (used_on.empty()) return;
+  visit_parked(false);
+  Parked entry{storage, {}};
+  for (const c10::StreamId stream : used_on) entry.marks.push_back(mark_stream(stream));
+  std::lock_guard<std::mutex> lock(parked_mutex);
+  parked().push_back(std::move(entry));
+}
+
+void enter_allocation_scope() {
+  if (Routes::instance().active()) route = Routes::instance().enter();
+}
+
+void leave_allocation_scope() {
+  if (!route) return;
+  Routes::instance().leave(route);
+  route = nullptr;
+}
+
+}  // namespace mgpu

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/streams_cuda.h"
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+
+#include "memory/provider_cuda.h"
+
+namespace mgpu {
+
+namespace {
+
+using c10::cuda::CUDAStream;
+
+enum class Ahead { kNobody, kLead, kAny };
+
+struct StreamSet {
+  std::vector<CUDAStream> on_gpu;  // in the order of mesh_gpus()
+  std::atomic<Ahead> ahead{
+      Ahead::kNobody};                // whose work the other GPUs do not wait for yet: of operators ...
+  std::atomic<bool> by_stage{false};  // ... or of stages that asked for a shard's stream
+};
+
+std::array<std::atomic<StreamSet*>, kStreams>& sets() {
+  static auto* instance = new std::array<std::atomic<StreamSet*>, kStreams>{};
+  return *instance;
+}
+
+StreamSet& stream_set(c10::StreamId id) {
+  TORCH_CHECK(id >= 0 && id < kStreams, "There is no mgpu stream ", id, ".");
+  std::atomic<StreamSet*>& slot = sets()[static_cast<size_t>(id)];
+  if (StreamSet* known = slot.load(std::memory_order_acquire)) return *known;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (StreamSet* known = slot.load()) return *known;
+  auto* fresh = new StreamSet;  // as long as the process
+  for (const int gpu : mesh_gpus())
+    fresh->on_gpu.push_back(c10::cuda::getStreamFromPool(false, static_cast<c10::DeviceIndex>(gpu)));
+  slot.store(fresh, std::memory_order_release);
+  return *fresh;
+}
+
+thread_local c10::StreamId current_id = -1;  // -1: this thread has not used mgpu yet
+
+void make_current(const StreamSet& set) {
+  for (const CUDAStream& stream : set.on_gpu) c10::cuda::setCurrentCUDAStream(stream);
+}
+
+// Events of this thread to join by: a wait takes the record that was latest when it was called.
+at::cuda::CUDAEvent& join_event(size_t gpu) {
+  thread_local std::vector<std::unique_ptr<at::cuda::CUDAEvent>> events(mesh_gpus().size());
+  if (!events[gpu]) events[gpu] = std::make_unique<at::cuda::CUDAEvent>(cudaEventDisableTiming);
+  return *events[gpu];
+}
+
+CUDAStream current_on(int gpu) { return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(gpu)); }
+
+// All to the lead's GPU, and back from there.
+void join() {
+  const std::vector<int>& gpus = mesh_gpus();
+  const CUDAStream lead = current_on(gpus[0]);
+  for (size_t i = 1; i < gpus.size(); ++i) {
+    join_event(i).record(current_on(gpus[i]));
+    join_event(i).block(lead);
+  }
+  join_event(0).record(lead);
+  for (size_t i = 1; i < gpus.size(); ++i) join_event(0).block(current_on(gpus[i]));
+}
+
+}  // namespace
+
+const std::vector<CUDAStream>& streams_of(c10::StreamId id) { return stream_set(id).on_gpu; }
+
+c10::StreamId next_stream() {
+  static std::atomic<int> last{0};
+  return 1 + last.fetch_add(1) % (kStreams - 1);
+}
+
+c10::StreamId current_stream_id() {
+  if (current_id >= 0) return current_id;
+  // first use in this thread: stream 0 goes on where the thread's CUDA work was
+  const StreamSet& set = stream_set(0);
+  for (const CUDAStream& stream : set.on_gpu) {
+    const CUDAStream before = c10::cuda::getCurrentCUDAStream(stream.device_index());
+    if (before == stream) continue;
+    at::cuda::CUDAEvent so_far(cudaEventDisableTiming);
+    so_far.record(before);
+    so_far.block(stream);
+  }
+  make_current(set);
+  current_id = 0;
+  return current_id;
+}
+
+c10::StreamId exchange_stream_id(c10::StreamId id) {
+  const c10::StreamId before = current_stream_id();
+  if (id == before) return before;
+  make_current(stream_set(id));
+  current_id = id;
+  return before;
+}
+
+void order_before(bool all_gpus) {
+  if (mesh_gpus().size() < 2) return;
+  StreamSet& set = stream_set(current_stream_id());
+  const Ahead ahead = set.ahead.exchange(all_gpus ? Ahead::kAny : Ahead::kLead);
+  const bool stages = set.by_stage.exchange(false);
+  // on the lead's GPU alone, operators follow each other by themselves
+  if (stages || ahead == Ahead::kAny || (ahead == Ahead::kLead && all_gpus)) join();
+}
+
+void order_all() {
+  if (mesh_gpus().size() < 2) return;
+  StreamSet& set = stream_set(current_stream_id());
+  set.ahead.store(Ahead::kNobody);
+  set.by_stage.store(false);
+  join();
+}
+
+cudaStream_t shard_stream_provider(int gpu) {
+  StreamSet& set = stream_set(current_stream_id());
+  if (mesh_gpus().size() > 1) {
+    // what operators have started is waited for once; stages order themselves (mesh/fork_join.h)
+    if (set.ahead.exchange(Ahead::kNobody) != Ahead::kNobody) join();
+    set.by_stage.store(true);
+  }
+  return current_on(gpu).stream();
+}
+
+// ---- events
+
+class StreamEvent {
+ public:
+  std::vector<at::cuda::CUDAEvent> on_gpu;
+};
+
+StreamEvent* make_event(bool timed) {
+  auto* event = new StreamEvent;
+  for (size_t i = 0; i < mesh_gpus().size(); ++i)
+    event->on_gpu.emplace_back(timed ? cudaEventDefault : cudaEventDisableTiming);
+  return event;
+}
+
+void destroy_event(StreamEvent* event) noexcept { delete event; }
+
+void record_event(StreamEvent& event, c10::StreamId stream) {
+  const auto& streams = streams_of(stream);
+  for (size_t i = 0; i < streams.size(); ++i) event.on_gpu[i].record(streams[i]);
+}
+
+void block_stream(StreamEvent& event, c10::StreamId stream) {
+  const auto& streams = streams_of(stream);
+  for (size_t i = 0; i < streams.size(); ++i) event.on_gpu[i].block(streams[i]);
+}
+
+bool query_event(const StreamEvent& event) {
+  for (const at::cuda::CUDAEvent& part : event.on_gpu)
+    if (!part.query()) return false;
+  return true;
+}
+
+void wait_event(const StreamEvent& event) {
+  for (const at::cuda::CUDAEvent& part : event.on_gpu) part.synchronize();
+}
+
+double elapsed_ms(const StreamEvent& first, const StreamEvent& second) {
+  return first.on_gpu[0].elapsed_time(second.on_gpu[0]);
+}
+
+}  // namespace mgpu

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// provider_managed_cuda.cpp: pages of CUDA's managed memory (MGPU_MEMORY=managed): for GPUs without peer access, and for
+// kernels of other libraries that prefetch tensors and read them on the host (fvdb-core, gsplat 1.6).
+//
+// Where a page shall lie is said by advice (preferred location, accessed by all), and brought about by a prefetch. The
+// driver would let us have more than there is, and then thrash, or hang: so what is mapped is held against what is free.
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+#include "memory/page.h"
+#include "memory/provider_cuda.h"
+#include "mesh/launch.h"
+
+namespace mgpu {
+
+namespace {
+
+constexpr size_t kSpareBytes = size_t{512} << 20;  // left for contexts, cuBLAS and others
+
+size_t bytes_of(int64_t pages) { return static_cast<size_t>(pages * kPageBytes); }
+
+cudaMemLocation location_of(int gpu) {
+  cudaMemLocation location{};
+  location.type = gpu >= 0 ? cudaMemLocationTypeDevice : cudaMemLocationTypeHost;
+  location.id = gpu >= 0 ? gpu : 0;
+  return location;
+}
+
+class ManagedProvider final : public PageProvider {
+ public:
+  void* reserve(int64_t pages) override {
+    size_t total = 0;
+    for (const int gpu : mesh_gpus()) total += memory_of(gpu).second;
+    if (bytes_of(pages) > total)
+      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) + " MiB of managed memory: the GPUs have " +
+                        std::to_string(total >> 20) + " MiB in all. Lower the capacity, or use MGPU_MEMORY=vmm.");
+    DeviceGuard guard(mesh_gpus().front());
+    void* base = nullptr;
+    // a multiple of 2 MiB comes aligned to 2 MiB; nothing is resident before it is touched or prefetched
+    const cudaError_t code = cudaMallocManaged(&base, bytes_of(pages), cudaMemAttachGlobal);
+    if (code == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) + " MiB of managed memory: " +
+                        free_memory_table() + ".");
+    }
+    check_cuda(code, "cudaMallocManaged");
+    return base;
+  }
+
+  void release(void* base, int64_t /*pages*/) noexcept override { cudaFree(base); }  // waits for the GPUs by itself
+
+  void map(void* at, int64_t pages, int place) override { send(at, pages, gpu_of_place(place)); }
+  void unmap(void* /*at*/, int64_t /*pages*/) override {}  // until release(): managed memory has no holes
+
+  void zero(void* at, int64_t pages) override {
+    DeviceGuard guard(mesh_gpus().front());
+    CUDA_CHECK(cudaMemsetAsync(at, 0, bytes_of(pages), shard_stream(0)));
+  }
+
+  bool same(int a, int b) const override { return gpu_of_place(a) == gpu_of_place(b); }
+
+  void move(void* at, int64_t pages, int from, int to) override {
+    if (same(from, to)) return;
+    for (const int gpu : mesh_gpus()) {
+      DeviceGuard guard(gpu);
+      CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    send(at, pages, gpu_of_place(to));
+  }
+
+  int64_t cache_bytes() const override { return INT64_MAX; }
+
+ private:
+  static std::pair<size_t, size_t> memory_of(int gpu) {
+    DeviceGuard guard(gpu);
+    size_t free = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return {free, total};
+  }
+
+  static void send(void* at, int64_t pages, int gpu) {
+    if (gpu >= 0 && memory_of(gpu).first < bytes_of(pages) + kSpareBytes)
+      throw OutOfMemory("mgpu could not get " + std::to_string(pages * 2) + " MiB of managed memory on cuda:" +
+                        std::to_string(gpu) + ": " + free_memory_table() + ", and " +
+                        std::to_string(kSpareBytes >> 20) + " MiB are left for others.");
+    const int acting = gpu >= 0 ? gpu : mesh_gpus().front();
+    DeviceGuard guard(acting);
+    CUDA_CHECK(cudaMemAdvise(at, bytes_of(pages), cudaMemAdviseSetPreferredLocation, location_of(gpu)));
+    for (const int other : mesh_gpus())
+      CUDA_CHECK(cudaMemAdvise(at, bytes_of(pages), cudaMemAdviseSetAccessedBy, location_of(other)));
+    CUDA_CHECK(cudaMemPrefetchAsync(at, bytes_of(pages), location_of(gpu), 0, cudaStreamPerThread));
+    CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));  // so that the next one sees what is free
+  }
+};
+
+}  // namespace
+
+PageProvider* make_managed_provider() { return new ManagedProvider; }
+
+}  // namespace mgpu

@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only GPUs have: memory that moves, streams, CUDA aliases, running out of memory, tensors past 2^31.
+
+Comparisons with plain CUDA are made with tensors outside any graph, or in another process: once `mgpu` is registered,
+autograd on CUDA tensors is dead in this one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ns_mgpu_splat.device import native
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 2 << 20
+MANAGED = os.environ.get("MGPU_MEMORY") == "managed"
+
+
+@pytest.fixture(autouse=True)
+def _no_byte_is_left() -> Iterator[None]:
+    gc.collect()
+    before = torch.mgpu.memory_allocated()
+    yield
+    gc.collect()
+    torch.mgpu.synchronize()
+    assert torch.mgpu.memory_allocated() == before
+
+
+@pytest.fixture
+def parts_apart() -> Iterator[None]:
+    """Every shard gets a call of its own, also on one GPU."""
+    native().set_parts_merged(False)
+    yield
+    native().set_parts_merged(True)
+
+
+def on_gpu(x: torch.Tensor) -> torch.Tensor:
+    """A copy on plain CUDA."""
+    return x.cpu().cuda()
+
+
+# ---- memory
+
+
+def pattern(rows: int, columns: int = 5) -> torch.Tensor:
+    """Values that tell every page from every other."""
+    return torch.arange(rows * columns, dtype=torch.int32, device="mgpu").view(rows, columns)
+
+
+def test_moving_one_page_of_a_large_handle_keeps_all_contents(shards: int) -> None:
+    pages = 80  # more than two handles of 64 MiB
+    x = pattern(pages * PAGE // 20 + 3)
+    want = x.cpu()
+    address = x.data_ptr()
+    for page in (0, 31, 32, 40, 79):
+        torch.mgpu.to_host(x, [page])
+        assert torch.mgpu.placement(x)[page] == -1
+        assert torch.equal(x.cpu(), want)
+    torch.mgpu.to_device(x, [31, 32])
+    torch.mgpu.place(x, [(7 * page) % shards for page in range(torch.mgpu.placement(x).numel())])
+    assert torch.equal(x.cpu(), want)
+    assert x.data_ptr() == address
+
+
+def test_host_pages_are_read_and_written_by_kernels() -> None:
+    x = pattern(4 * PAGE // 20)
+    want = x.cpu()
+    torch.mgpu.to_host(x)
+    x.add_(1)
+    assert torch.equal(x.cpu(), want + 1)
+    torch.mgpu.to_device(x)
+    x.add_(1)
+    assert torch.equal(x.cpu(), want + 2)
+
+
+def test_growth_of_gigabytes_is_quick_and_copies_nothing() -> None:
+    rows, row_bytes = 4 << 20, 256
+    x = torch.mgpu.reserve((rows, row_bytes // 4), 4 * rows)
+    x[:: rows // 64] = 7
+    torch.mgpu.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    start = time.perf_counter()
+    torch.mgpu.grow(x, rows + rows // 10)
+    torch.mgpu.synchronize()
+    taken = time.perf_counter() - start
+    used = before - torch.cuda.mem_get_info()[0]
+    assert used <= rows // 10 * row_bytes + 2 * PAGE + (64 << 20)
+    assert x[rows:].count_nonzero().item() == 0
+    assert (x[:rows].amax(1) == 7).sum().item() == len(range(0, rows, rows // 64))
+    assert MANAGED or taken < 0.1, f"{taken * 1e3:.1f} ms for 100 MiB"
+
+
+def test_random_cycles_leave_no_byte_on_the_gpu(shards: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    cycles = 100 if MANAGED else 1000
+    torch.mgpu.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    for cycle in range(cycles):
+        rows = pick(1, 400_000)
+        x = torch.mgpu.reserve((rows, 5), 800_000, torch.int32)
+        x.copy_(pattern(rows))
+        torch.mgpu.grow(x, pick(rows, 800_001))
+        pages = torch.mgpu.placement(x).numel()
+        torch.mgpu.place(x, [pick(-1, shards) for _ in range(pages)])
+        torch.mgpu.to_host(x, [page for page in range(pages) if pick(0, 3) == 0])
+        torch.mgpu.to_device(x, [page for page in range(pages) if pick(0, 3) == 0])
+        assert torch.equal(x[:rows], pattern(rows)), cycle
+        assert x[rows:].count_nonzero().item() == 0, cycle
+        del x
+    torch.mgpu.empty_cache()
+    assert free - torch.cuda.mem_get_info()[0] < 4 * PAGE
+
+
+def test_pages_move_under_a_thread_that_computes(shards: int) -> None:
+    x = torch.ones(16 * PAGE // 4, device="mgpu")
+    stop = threading.Event()
+    sums: list[float] = []
+
+    def compute() -> None:
+        while not stop.is_set():
+            sums.append((x * 1).sum().item())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    for turn in range(20):
+        torch.mgpu.place(x, [(page + turn) % (shards + 1) - 1 for page in range(16)])
+    stop.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(sums) > 2
+    assert set(sums) == {16 * PAGE / 4}
+
+
+def test_a_result_of_a_torch_kernel_is_the_lead_shards() -> None:
+    x = torch.randn(1500, 1500, device="mgpu")
+    before = torch.mgpu.memory_allocated()
+    y = x @ x
+    assert torch.mgpu.memory_allocated() - before == -(-y.nbytes // 512) * 512
+    places = torch.mgpu.placement(y)
+    assert places.numel() >= y.nbytes // PAGE
+    assert places.eq(0).all()
+
+
+# ---- running out
+
+HOPELESS: dict[str, Callable[[torch.Tensor], object]] = {
+    "empty": lambda x: torch.empty(1 << 41, dtype=torch.uint8, device="mgpu"),
+    "zeros": lambda x: torch.zeros(1 << 39, device="mgpu"),
+    "rand": lambda x: torch.rand(1 << 39, device="mgpu"),
+    "to": lambda x: x.expand(1 << 30, -1).contiguous(),
+    "outer sum": lambda x: x.new_ones(1 << 20, 1) + x.new_ones(1, 1 << 20),
+    "matmul": lambda x: x.new_ones(1 << 20, 1) @ x.new_ones(1, 1 << 20),
+    "cat": lambda x: torch.cat([x.expand(1 << 29, -1), x.expand(1 << 29, -1)]),
+    "index_select": lambda x: x.index_select(0, torch.zeros(1, dtype=torch.int64, device="mgpu").expand(1 << 31)),
+    "repeat": lambda x: x.repeat(1 << 30, 1),
+    "reserve": lambda x: torch.mgpu.reserve((1 << 35, 64), 1 << 35),
+    "resize_": lambda x: torch.empty(0, device="mgpu").resize_(1 << 39),
+    "foreach": lambda x: torch._foreach_add([x.new_ones(1, 1).expand(1 << 20, 1 << 20)], 1.0),
+}
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_out_of_memory_is_one_clear_error_and_the_process_goes_on(name: str) -> None:
+    x = torch.ones(4, 512, device="mgpu")[:1]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        HOPELESS[name](x)
+    text = str(caught.value)
+    assert "Shards: 0 (cuda:" in text, text
+    assert "GiB free" in text
+    assert "MGPU_DEVICES" in text
+    del caught
+    assert (torch.ones(1000, device="mgpu") * 2).sum().item() == 2000
+
+
+@pytest.mark.skipif(MANAGED, reason="managed memory leaves a spare part of the card to others")
+def test_caches_are_given_back_before_memory_is_said_to_be_short() -> None:
+    gc.collect()
+    torch.mgpu.empty_cache()
+    part = torch.cuda.mem_get_info()[0] // 10 // PAGE * PAGE
+    kept = [torch.empty(part, dtype=torch.uint8, device="mgpu") for _ in range(4)]  # the pool's cache
+    torch_kept = [torch.empty(part, dtype=torch.uint8, device="cuda") for _ in range(3)]  # torch's
+    del kept, torch_kept
+    whole = torch.empty(8 * part, dtype=torch.uint8, device="mgpu")
+    assert whole.numel() == 8 * part
+    del whole
+    torch.mgpu.empty_cache()
+
+
+# ---- streams
+
+
+def test_streams_are_cuda_streams_that_are_not_the_default() -> None:
+    torch.ones(1, device="mgpu")
+    default = torch.cuda.current_stream().cuda_stream
+    assert default != 0
+    stream = torch.Stream(device="mgpu")
+    with stream:
+        torch.ones(1, device="mgpu")
+        inside = torch.cuda.current_stream().cuda_stream
+    assert inside not in (0, default)
+    assert torch.cuda.current_stream().cuda_stream == default
+
+
+def test_memory_used_on_a_side_stream_is_not_reused_too_early() -> None:
+    side = torch.Stream(device="mgpu")
+    for size in (1000, 4 * PAGE):  # of a slab, of an arena of its own
+        x = torch.full((size,), 3, dtype=torch.int32, device="mgpu")
+        torch.mgpu.synchronize()
+        with side:
+            torch.cuda._sleep(200_000_000)  # about 0.1 s
+            y = x + 1
+        x.record_stream(side)
+        address = x.data_ptr()
+        del x
+        other = torch.full((size,), 9, dtype=torch.int32, device="mgpu")
+        assert other.data_ptr() != address
+        torch.mgpu.synchronize()
+        assert (y == 4).all()
+
+
+def test_events_order_streams() -> None:
+    side, event = torch.Stream(device="mgpu"), torch.Event(device="mgpu")
+    x = torch.zeros(1 << 20, device="mgpu")
+    torch.mgpu.synchronize()
+    with side:
+        torch.cuda._sleep(100_000_000)
+        x.add_(1)
+        event.record()
+    torch.accelerator.current_stream().wait_event(event)
+    assert x.sum().item() == 1 << 20
+
+
+def test_backward_on_a_side_stream() -> None:
+    x = torch.arange(100.0, device="mgpu").requires_grad_()
+    stream = torch.Stream(device="mgpu")
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        (x * x).sum().backward()
+    torch.accelerator.current_stream().wait_stream(stream)
+    assert torch.equal(x.grad.cpu(), torch.arange(100.0) * 2)
+
+
+def test_a_graph_capture_is_refused_in_words() -> None:
+    x = torch.ones(4, device="mgpu")
+    torch.mgpu.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"), torch.cuda.graph(graph):
+        x + 1
+    assert (x + 1).sum().item() == 8
+
+
+def test_cuda_work_of_a_thread_comes_before_its_first_use_of_mgpu() -> None:
+    seen: list[float] = []
+
+    def work() -> None:
+        y = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(100_000_000)
+        y.add_(1)
+        seen.append(torch.mgpu.from_cuda(y).sum().item())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert seen == [1 << 20]
+
+
+# ---- the same numbers as plain CUDA
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda d: torch.randn(3_000_001, device=d),
+        lambda d: torch.rand(1000, 7, device=d),
+        lambda d: torch.empty(2_000_000, device=d).exponential_(),
+        lambda d: torch.bernoulli(torch.full((1_000_003,), 0.3, device=d)),
+        lambda d: torch.randint(0, 1000, (100_001,), device=d),
+        lambda d: torch.randperm(100_000, device=d),
+    ],
+)
+def test_random_fills_are_cudas_on_any_mesh(draw: Callable[[str], torch.Tensor]) -> None:
+    torch.cuda.manual_seed(11)
+    want = draw("cuda").cpu()
+    torch.mgpu.manual_seed(11)
+    assert torch.equal(draw("mgpu").cpu(), want)
+
+
+LARGE = torch.randn(2_000_003, 3, generator=torch.Generator().manual_seed(0))
+
+OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exp": lambda x: x.exp(),
+    "in place": lambda x: x.clone().mul_(3).add_(x),
+    "sum": lambda x: x.double().sum(),
+    "rows": lambda x: x.norm(dim=1),
+    "columns": lambda x: x.amax(0),
+    "cast": lambda x: x.half().float(),
+    "copy": lambda x: x.t().contiguous(),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "index_select": lambda x: x.index_select(0, torch.arange(0, 2_000_003, 2, device=x.device)),
+    "gather": lambda x: x.gather(1, (x > 0).long()),
+    "cat": lambda x: torch.cat([x, x[:100]]),
+    "mask": lambda x: x[x[:, 0] > 0],
+    "lists": lambda x: torch._foreach_mul([x, x[:9].clone()], 2.0)[0],
+    "scatter": lambda x: torch.zeros(5, 3, device=x.device).index_add_(0, torch.arange(5, device=x.device), x[:5]),
+}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_large_operators_equal_plain_cuda(name: str, apart: bool) -> None:
+    native().set_parts_merged(not apart)
+    try:
+        got = OPERATORS[name](LARGE.to("mgpu"))
+        want = OPERATORS[name](LARGE.cuda())
+        torch.testing.assert_close(got.cpu(), want.cpu(), rtol=1e-6, atol=1e-6)
+    finally:
+        native().set_parts_merged(True)
+
+
+@pytest.mark.usefixtures("parts_apart", "split_everything")
+def test_a_fused_adam_step_of_every_shard_is_cudas() -> None:
+    sizes = [(1001, 3), (7,), (200_000, 4)]
+    start = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in sizes]
+    results = []
+    for device in ("cuda", "mgpu"):
+        parameters = [value.to(device).requires_grad_() for value in start]
+        optimizer = torch.optim.Adam(parameters, lr=1e-2, fused=True)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = parameter.detach() * 0.5
+            optimizer.step()
+        results.append([parameter.detach().cpu() for parameter in parameters])
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+# ---- past 2^31
+
+
+def test_elements_past_two_to_the_31_and_32() -> None:
+    count = (1 << 32) + 12_345
+    if torch.cuda.mem_get_info()[0] < 3 * count:
+        pytest.skip("needs 13 GB of GPU memory")
+    x = torch.zeros(count, dtype=torch.uint8, device="mgpu")
+    for at in (0, (1 << 31) - 1, 1 << 31, (1 << 32) + 5, count - 1):
+        x[at] = 3
+    x.add_(1)
+    assert x.sum(dtype=torch.int64).item() == count + 15
+    assert x[(1 << 32) + 5].item() == 4
+    assert x[1 << 32].item() == 1
+    assert x[(1 << 31) - 2 : (1 << 31) + 2].tolist() == [1, 4, 4, 1]
+    assert torch.mgpu.placement(x).unique().numel() == len(torch.mgpu.mesh().shards)
+
+
+# ---- interop
+
+
+def test_cuda_aliases_share_memory_both_ways() -> None:
+    x = torch.zeros(5, 3, device="mgpu", requires_grad=True)
+    y = torch.mgpu.as_cuda(x[1:])
+    assert y.is_cuda
+    assert not y.requires_grad
+    assert y.data_ptr() == x[1:].data_ptr()
+    y.fill_(2)
+    assert x.sum().item() == 24
+    z = torch.ones(6, device="cuda")
+    w = torch.mgpu.from_cuda(z)
+    assert w.is_mgpu
+    w.mul_(5)
+    assert z.sum().item() == 30
+    del x, z
+    assert y.sum().item() == 24
+    assert w.sum().item() == 30
+    with pytest.raises(ValueError, match="on a GPU of the mesh"):
+        torch.mgpu.from_cuda(torch.ones(3))
+    with pytest.raises(ValueError, match="needs a tensor on mgpu"):
+        torch.mgpu.as_cuda(torch.ones(3))
+
+
+def test_a_cuda_operand_is_refused_with_the_cure() -> None:
+    with pytest.raises(RuntimeError, match=r"mgpu:0 and cuda:0.*torch.mgpu.from_cuda"):
+        torch.ones(3, device="mgpu") + torch.ones(3, device="cuda")
+
+
+def test_cupy_works_on_the_alias() -> None:
+    cupy = pytest.importorskip("cupy", reason="cupy is optional")
+    x = torch.arange(6.0, device="mgpu")
+    torch.mgpu.synchronize()
+    array = cupy.asarray(torch.mgpu.as_cuda(x))
+    array += 1
+    cupy.cuda.Device().synchronize()
+    assert x.tolist() == [1, 2, 3, 4, 5, 6]
+    through_dlpack = cupy.from_dlpack(torch.mgpu.as_cuda(x))
+    assert float(through_dlpack.sum()) == 21
+
+
+def test_pinned_memory_is_cudas() -> None:
+    x = torch.arange(1000.0).pin_memory()
+    assert x.is_pinned()
+    y = x.to("mgpu", non_blocking=True)
+    assert torch.equal(y.cpu(), x)
+
+
+def test_topology() -> None:
+    mesh = torch.mgpu.mesh()
+    count = len(mesh.shards)
+    assert [len(row) for row in mesh.peer_matrix] == [count] * count
+    for a in range(count):
+        for b in range(count):
+            same = mesh.shards[a] == mesh.shards[b]
+            assert (mesh.links[a][b] == "same") == same
+            assert mesh.peer_matrix[a][b] == (same or torch.cuda.can_device_access_peer(mesh.shards[a], mesh.shards[b]))
+
+
+@pytest.mark.skipif(not MANAGED, reason="run with MGPU_MEMORY=managed")
+def test_managed_tensors_are_plain_for_the_host_and_for_prefetch() -> None:
+    import ctypes
+
+    x = torch.tensor([1.5, 2.0], device="mgpu")
+    y = x @ torch.eye(2, device="mgpu")  # made by a torch kernel
+    torch.mgpu.synchronize()
+    for tensor in (x, y):
+        assert (ctypes.c_float * 2).from_address(tensor.data_ptr())[1] == 2.0
+
+
+# ---- the operator database against plain CUDA, which runs in another process
+
+
+def test_operators_give_plain_cudas_values_and_gradients(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("opinfo_cuda.py"))
+    reference = str(tmp_path / "cuda.pt")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MGPU_") or k == "MGPU_CACHE"}
+    subprocess.run([sys.executable, script, "cuda", reference], env=environment, check=True, timeout=900)
+    done = subprocess.run([sys.executable, script, "mgpu", reference], capture_output=True, text=True, timeout=900)
+    print(done.stdout[-6000:])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
