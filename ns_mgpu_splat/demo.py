@@ -65,13 +65,15 @@ def run(settings: DemoSettings) -> None:
     made = time.monotonic()
     _run(_tool("ns-train"), "mgpu-splat", "--data", city, "--output-dir", out / "runs", "--experiment-name", "city",
          "--timestamp", "demo", "--vis", "tensorboard", "--max-num-iterations", str(settings.steps),
+         "--schedule-steps", str(settings.steps),
          "--pipeline.model.max-gaussians", str(settings.max_gaussians))  # fmt: skip
     trained = time.monotonic()
     config = out / "runs" / "city" / "mgpu-splat" / "demo" / "config.yml"
     before = _scores(config, out / "scores_untrained.json", "--untrained")
     after = _scores(config, out / "scores.json")
-    _run(_tool("ns-export"), "gaussian-splat", "--load-config", config, "--output-dir", out)
     splats = out / "splat.ply"
+    splats.unlink(missing_ok=True)  # of an earlier demo
+    _run(_tool("ns-export"), "gaussian-splat", "--load-config", config, "--output-dir", out)
     if not splats.is_file():
         raise SystemExit(f"demo: ns-export ended without writing {splats}; its output above says why.")
     end = time.monotonic()
