@@ -80,7 +80,7 @@ def shared_data() -> Path:
     return folder
 
 
-def train_many(runs: list[list[object]], folder: Path, **env: str) -> list[dict[str, object]]:
+def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **env: str) -> list[dict]:
     """Run `ns-train mgpu-splat ...` command lines in one process; results as of driver.py, and "out" for messages."""
     common = ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True", "--output-dir", folder]
     lines = [["mgpu-splat", *map(str, common), *map(str, run)] for run in runs]
@@ -91,7 +91,7 @@ def train_many(runs: list[list[object]], folder: Path, **env: str) -> list[dict[
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
     if done.returncode != 0:
         pytest.fail(f"the driver ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")

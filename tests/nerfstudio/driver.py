@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run several `ns-train` command lines one after the other in one process: importing Nerfstudio takes ten seconds.
 
-Usage: driver.py '[["mgpu-splat", "--data", ...], ...]'. The last line of output is a JSON list of {"code", "text"}.
+Usage: driver.py '[["mgpu-splat", "--data", ...], ...]'. The last line of output is a JSON list of
+{"code", "text", "losses"}: exit code, message, the loss of each step.
 """
 
 from __future__ import annotations
@@ -15,19 +16,35 @@ from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from nerfstudio.scripts.train import main
 from nerfstudio.utils import writer
 
+from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
+
+LOSSES: list[float] = []
+train_iteration = MgpuSplatTrainer.train_iteration
+
+
+def recorded(self: MgpuSplatTrainer, step: int):
+    """The trainer's iteration; its loss is kept."""
+    result = train_iteration(self, step)
+    LOSSES.append(float(result[0]))
+    return result
+
+
+MgpuSplatTrainer.train_iteration = recorded  # type: ignore[method-assign]
+
 
 def run(arguments: list[str]) -> dict[str, object]:
     """One command line; the exit code is what the interpreter would make of what was raised."""
     writer.EVENT_WRITERS.clear()
     writer.EVENT_STORAGE.clear()
+    LOSSES.clear()
     try:
         main(tyro.cli(AnnotatedBaseConfigUnion, args=arguments))
     except SystemExit as end:
         code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
-        return {"code": code, "text": str(end.code)}
+        return {"code": code, "text": str(end.code), "losses": list(LOSSES)}
     except Exception:
-        return {"code": 1, "text": traceback.format_exc()}
-    return {"code": 0, "text": ""}
+        return {"code": 1, "text": traceback.format_exc(), "losses": list(LOSSES)}
+    return {"code": 0, "text": "", "losses": list(LOSSES)}
 
 
 if __name__ == "__main__":

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scene
 import torch
-from conftest import train_many
+from conftest import command, environment, train_many
 from PIL import Image
 
 from ns_mgpu_splat.nerfstudio import checkpoint
@@ -27,7 +31,7 @@ OPTIONS = [
     ),
     *(
         "--pipeline.model.max-gaussians",
-        700,
+        1700,
         "--pipeline.model.warmup-length",
         5,
         "--pipeline.model.refine-every",
@@ -241,3 +245,83 @@ def test_refined_cameras_move_and_are_resumed(nerfstudio_folder: scene.Scene, tm
     assert first.abs().max() > 1e-5
     assert not torch.equal(first, second)
     assert (first - second).abs().max() < 20 * 1e-4, "it went on from where it was"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "brighton_small",
+        pytest.param("banana_small", marks=pytest.mark.slow),
+        pytest.param("caliterra_aerial", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_on_real_photographs_agree_between_meshes(
+    shared_data: Path, tmp_path: Path, name: str
+) -> None:
+    """100 steps on one, three and four shards."""
+    losses = {}
+    for mesh in ("cpu:1", "cpu:3", "cpu:4"):
+        folder = tmp_path / mesh.replace(":", "_")
+        folder.mkdir()
+        run = ["--data", shared_data / name, "--max-num-iterations", 100, "--eval-at-end", "False"]
+        (result,) = train_many([run], folder, MGPU_DEVICES=mesh)
+        assert result["code"] == 0, result
+        losses[mesh] = np.array(result["losses"])
+        assert len(losses[mesh]) == 100
+        assert losses[mesh][-15:].mean() < losses[mesh][:15].mean()
+    for mesh in ("cpu:3", "cpu:4"):
+        assert np.abs(losses[mesh] - losses["cpu:1"]).max() < 1e-3, mesh
+
+
+@pytest.mark.slow
+def test_aerial_survey_reaches_24_db_in_1000_steps_from_its_own_points(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    options = ["--data", shared_data / "caliterra_aerial", "--max-num-iterations", 1000, "--timestamp", "run"]
+    options += ["--pipeline.datamanager.dataparser.downscale-factor", 2]
+    (result,) = train_many([options], tmp_path, timeout=1500)
+    assert result["code"] == 0, result
+    match = re.search(r"Mean over 10 held-out images: PSNR ([0-9.]+) dB", str(result["out"]))
+    assert match is not None
+    assert float(match[1]) >= 24
+
+
+def test_a_terminated_run_saves_and_says_how_to_resume(
+    nerfstudio_folder: scene.Scene, tmp_path: Path
+) -> None:
+    arguments = [
+        "mgpu-splat",
+        "--data",
+        nerfstudio_folder.root,
+        "--output-dir",
+        tmp_path,
+        "--timestamp",
+        "run",
+    ]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            command(
+                "ns-train", *arguments, "--viewer.websocket-host", "127.0.0.1"
+            ),  # and the viewer runs beside it
+            cwd=tmp_path,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while "step 1/30,000" not in (tmp_path / "log").read_text():
+                assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait()
+    text = (tmp_path / "log").read_text()
+    path = checkpoint.find(tmp_path / "tiny town" / "mgpu-splat" / "run" / "nerfstudio_models")
+    assert f"Stopped after step {checkpoint.read(path)['step'] + 1:,}" in text
+    assert f"--load-checkpoint {path}" in " ".join(text.split())
+    assert "Traceback" not in text
