@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "math/host_device.h"
+#include "math/vec.h"
 
 namespace mgpu::math {
 
@@ -34,7 +35,7 @@ HOST_DEVICE inline void adam_step(const AdamConstants& c, float step_size, float
                                   float& parameter, float& exp_avg, float& exp_avg_sq) {
   exp_avg += c.one_minus_beta1 * (grad - exp_avg);
   exp_avg_sq = c.beta2 * exp_avg_sq + c.one_minus_beta2 * grad * grad;
-  parameter -= step_size * exp_avg / (std::sqrt(exp_avg_sq) * inv_sqrt_bc2 + c.eps);
+  parameter -= quick_divide(step_size * exp_avg, quick_sqrt(exp_avg_sq) * inv_sqrt_bc2 + c.eps);
 }
 
 // The missed steps of one row and one column.
@@ -60,7 +61,7 @@ HOST_DEVICE inline float closed_form_from(float eps, float beta2_power) {
 // nothing was ever seen (exp_avg = 0).
 HOST_DEVICE inline float missed_drift(float eps, float drift, float drift_eps, float exp_avg,
                                       float exp_avg_sq) {
-  const float inv_sqrt = 1.0f / std::sqrt(exp_avg_sq);
+  const float inv_sqrt = quick_inverse_sqrt(exp_avg_sq);
   const float moved = exp_avg * inv_sqrt * (drift - eps * inv_sqrt * drift_eps);
   return exp_avg == 0.0f ? 0.0f : moved;
 }

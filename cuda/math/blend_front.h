@@ -17,12 +17,7 @@ HOST_DEVICE inline float blend_step_backward_from_front(float raw_alpha, float c
   const float passing = 1.f - alpha;
   weight = alpha * transmittance;
   behind -= weight * colour_dot;
-#if defined(__CUDA_ARCH__)
-  const float behind_unpassed = __fdividef(behind, passing);  // passing is in [0.01, 1]: within 2 ulp
-#else
-  const float behind_unpassed = behind / passing;
-#endif
-  const float dL_dalpha = transmittance * colour_dot - behind_unpassed;
+  const float dL_dalpha = transmittance * colour_dot - quick_divide(behind, passing);
   transmittance *= passing;
   return raw_alpha < kAlphaMax ? -raw_alpha * dL_dalpha : 0.f;
 }

@@ -17,6 +17,32 @@ HOST_DEVICE inline float mul_add(float a, float b, float c) {
 #endif
 }
 
+// Root, reciprocal root and quotient within 2 ulp on the GPU, where the exact ones take ten times as many instructions.
+// Divisors lie in [2^-126, 2^126].
+HOST_DEVICE inline float quick_sqrt(float x) {
+#if defined(__CUDA_ARCH__)
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+#else
+  return std::sqrt(x);
+#endif
+}
+HOST_DEVICE inline float quick_inverse_sqrt(float x) {
+#if defined(__CUDA_ARCH__)
+  return rsqrtf(x);
+#else
+  return 1.0f / std::sqrt(x);
+#endif
+}
+HOST_DEVICE inline float quick_divide(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdividef(a, b);
+#else
+  return a / b;
+#endif
+}
+
 HOST_DEVICE inline float dot3(const float a[3], const float b[3]) {
   return a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
 }

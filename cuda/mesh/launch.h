@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <exception>
 
 #include "mesh/fork_join.h"
 #include "mesh/mesh.h"
@@ -24,6 +25,14 @@ void set_stream_provider(StreamProvider provider);
 // Every GPU's stream waits for what the others have been given so far. By events: the host does not wait. Free on a mesh
 // with one GPU.
 void join_shards();
+
+// Around a public operator whose first or last stage is local: its operands may come from any GPU, its results go to any.
+struct JoinedOperator {
+  JoinedOperator() { join_shards(); }
+  ~JoinedOperator() noexcept(false) {
+    if (std::uncaught_exceptions() == 0) join_shards();
+  }
+};
 
 // The host waits for all shards' streams.
 void synchronise_shards();

@@ -37,10 +37,12 @@ void timed(Frame& frame, const char* stage, const Work& work) {
 }  // namespace
 
 void run_project(Frame& frame) {
+  JoinedOperator joined;
   timed(frame, "project", [&] { project(frame); });
 }
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
+  JoinedOperator joined;
   timed(frame, "assign", [&] { assign_tiles(frame); });
   run_project(frame);
   timed(frame, "exchange", [&] { exchange_records(frame); });
@@ -53,6 +55,7 @@ void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   if (!frame.settings.wanted_backward) {
     throw std::logic_error("this frame was rendered without what its way back needs; render it in grad mode");
   }
+  JoinedOperator joined;
   timed(frame, "blend_backward", [&] { blend_backward(frame, grads); });
   timed(frame, "return", [&] { return_gradients(frame); });
 }

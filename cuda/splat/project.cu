@@ -110,7 +110,6 @@ __device__ bool make_record(const RowSource& in, int64_t row, const View& view, 
   if (!in.project(view, values, p)) return false;
   constexpr int kRest = 3 * ((kDegree + 1) * (kDegree + 1) - 1);
   replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, 1, values.sh);
-  if (in.replays) rest.replay(in.history, in.state.last_step[row], kRest);
 #pragma unroll
   for (int k = 0; k < kRest; ++k) values.sh[3 + k] = rest.value(k);
   float direction[3];
@@ -134,8 +133,11 @@ __global__ void __launch_bounds__(kStageThreads)
   const int64_t i = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
   const int64_t total = *out.total;
   const int64_t row = i < total && i < out.capacity ? out.row[i] : -1;
-  ShStage rest(shared, 3 * in.columns.sh_rest, in.replays);
-  rest.fetch(in.columns, in.state, row, 3 * ((kDegree + 1) * (kDegree + 1) - 1));
+  ShStage rest(shared, 3 * in.columns.sh_rest, false);
+  if constexpr (kDegree > 0) {
+    rest.fetch_replayed<3 * ((kDegree + 1) * (kDegree + 1) - 1)>(in.columns, in.state_or_null(), in.history_or_null(), row,
+                                                                 in.replays && row >= 0 ? in.state.last_step[row] : 0);
+  }
   if (row >= 0) {
     const int v = out.view[i];
     const View& view = in.views[v];
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kStageThreads)
 }
 
 void launch_record_kernel(const RowSource& in, const RecordTarget& out, cudaStream_t stream) {
-  const size_t shared = ShStage::shared_bytes(3 * in.columns.sh_rest, in.replays);
+  const size_t shared = ShStage::shared_bytes(3 * in.columns.sh_rest, false);
   const auto launch = [&](auto kernel) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
     kernel<<<blocks_for(out.capacity, kStageThreads), kStageThreads, shared, stream>>>(in, out);
@@ -526,6 +528,7 @@ void project(Frame& frame) {
 }
 
 void project_backward(const Frame& frame, const ColumnGrads* columns, double* dL_dviewmat) {
+  JoinedOperator joined;
   const int64_t views = static_cast<int64_t>(frame.views.size());
   const size_t shards = frame.homes.size();
   std::vector<Buffer<double>> sums(shards);

@@ -208,6 +208,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
+  JoinedOperator joined;
   const std::vector<RowRange> homes = homes_of(columns.num_rows);
   const size_t shards = homes.size();
   std::vector<Buffer<uint32_t>> bits(shards);
@@ -252,6 +253,7 @@ std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
 }
 
 std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed, int64_t step) {
+  JoinedOperator joined;
   const std::vector<RowRange> homes = homes_of(columns.num_rows);
   const size_t shards = homes.size();
   std::vector<std::vector<uint64_t>> weight_before(shards);  // by shard and piece: the sum of all pieces before
@@ -315,6 +317,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
                                 std::to_string(destination.size()) + " destination rows.");
   }
   if (source.empty()) return;
+  JoinedOperator joined;
   std::vector<int64_t> distinct, copies;  // sources, each once, and how often it is copied
   for (size_t i = 0; i < source.size(); ++i) {
     if (i == 0 || source[i] != source[i - 1]) {
@@ -346,6 +349,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
 
 void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows, int64_t now) {
   check_rows("rows", rows, columns.num_rows);
+  JoinedOperator joined;
   const std::vector<RowRange> homes = homes_of(columns.num_rows);
   for_each_shard("reset rows", [&](const Shard& shard) {
     const RowRange mine = positions_in(rows, homes[static_cast<size_t>(shard.index)]);

@@ -41,6 +41,46 @@ class ShStage {
     __syncwarp();
   }
 
+  // By all lanes, without moments in the stage: the first kWanted floats of each row, as they are after the steps that it
+  // missed since `last`. The loads of several rows are on their way together.
+  template <int kWanted>
+  __device__ void fetch_replayed(const SplatColumns& columns, const AdamState* state, const AdamHistory* history, int64_t row,
+                                 int64_t last) {
+    constexpr int kBatch = 4, kPieces = (kWanted + kWarp - 1) / kWarp;
+    for (int first = 0; first < kWarp; first += kBatch) {
+      float value[kBatch][kPieces], m[kBatch][kPieces], v[kBatch][kPieces];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int64_t row_there = __shfl_sync(kAllLanes, row, first + b), at = row_there * floats_ + lane_;
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const bool held = row_there >= 0 && lane_ + piece * kWarp < kWanted;
+          value[b][piece] = held ? columns.shN[at + piece * kWarp] : 0.f;
+          m[b][piece] = held && state ? state->exp_avg[kShColumn][at + piece * kWarp] : 0.f;
+          v[b][piece] = held && state ? state->exp_avg_sq[kShColumn][at + piece * kWarp] : 0.f;
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int64_t missed_after = __shfl_sync(kAllLanes, last, first + b);
+        const bool missed_any = state && __shfl_sync(kAllLanes, row, first + b) >= 0 && missed_after < history->now;
+        math::MissedSteps missed{};
+        math::AdamConstants constants{};
+        if (missed_any) {
+          missed = missed_steps(*history, kShColumn, missed_after);
+          constants = math::adam_constants(history->beta1, history->beta2, history->eps);
+        }
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          if (lane_ + piece * kWarp >= kWanted) continue;
+          data_[(first + b) * stride_ + lane_ + piece * kWarp] =
+              missed_any ? math::replay_missed(constants, missed, value[b][piece], m[b][piece], v[b][piece]) : value[b][piece];
+        }
+      }
+    }
+    __syncwarp();
+  }
+
   // By all lanes: everything back to the table.
   __device__ void store(const SplatColumns& columns, const AdamState& state, int64_t row) const {
     __syncwarp();

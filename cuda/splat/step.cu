@@ -347,6 +347,7 @@ __global__ void __launch_bounds__(kThreads) flush_geometry_kernel(const __grid_c
 StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& columns, const AdamState& state,
                 const History& history, const StepSettings& settings) {
   check_frames(frames, columns, history);
+  JoinedOperator joined;
   StepReport report;
   if (frames.empty() || columns.num_rows == 0) return report;
   const History::Step now = history.next(settings.lrs, settings.noise_scale);
@@ -378,6 +379,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
 }
 
 void flush(const SplatColumns& columns, const AdamState& state, const History& history) {
+  JoinedOperator joined;
   const int shards = mesh().size();
   for_each_shard("flush", [&](const Shard& shard) {
     const RowRange home = equal_chunk(columns.num_rows, shard.index, shards);

@@ -1056,6 +1056,7 @@ int main(int count, char** arguments) {
     }
     if (what == "time" || what == "all") {
       set_mesh(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(1));
+      std::printf("%d shards\n", mesh().size());
       time_scene(112000, 1920, 1244, -4.5f);
       time_scene(2800000, 1920, 1244, -5.3f);
       time_scene(9000000, 3840, 2489, -6.f);
