@@ -29,12 +29,30 @@ class Group:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def gpu_count() -> int:
+    """GPUs of this machine, without taking a context on them here."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout or 0)
+
+
 def groups(*, slow: bool, gpu: bool) -> list[Group]:
     """The runs of one command; see the Makefile for what each command is for."""
     if gpu:
+        rooms = [room for room in ("tests/device", "tests/splats") if (ROOT / room).is_dir()]
+        need = {"MGPU_REQUIRE_GPU": "1"}
+        meshes = ["0", "0,0,0", "0,0,0,0", *(["0,1"] if gpu_count() > 1 else [])]
         return [
-            Group(f"gpu {devices}", ["-m", "gpu", "tests"], devices, {"MGPU_REQUIRE_GPU": "1"})
-            for devices in ("0", "0,0,0", "0,0,0,0")
+            # the tests of the CPU spine and those of GPUs alone, on every mesh
+            *(Group(f"gpu {mesh}", ["-m", "not slow", *rooms], mesh, need) for mesh in meshes),
+            Group(
+                "gpu 0,0,0, managed",
+                ["-m", "not slow", "tests/device"],
+                "0,0,0",
+                {**need, "MGPU_MEMORY": "managed"},
+            ),
+            Group(
+                "gpu, elsewhere", ["-m", "gpu", "tests", *(f"--ignore={room}" for room in rooms)], "0", need
+            ),
         ]
     if slow:
         return [Group("slow", ["-m", "slow and not gpu", "tests"], None)]
@@ -73,7 +91,9 @@ def main() -> int:
     """Exit code 0 only if every group passed and at least one test ran; with --gpu, skips for lack of a GPU fail too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slow", action="store_true", help="tests marked slow")
-    parser.add_argument("--gpu", action="store_true", help="tests marked gpu, on meshes 0; 0,0,0; 0,0,0,0")
+    parser.add_argument(
+        "--gpu", action="store_true", help="device and splat tests on meshes 0; 0,0,0; 0,0,0,0"
+    )
     parser.add_argument("rest", nargs="*", help="more arguments for pytest")
     arguments, unknown = parser.parse_known_args()
     total = {"passed": 0, "failed": 0, "skipped": 0}

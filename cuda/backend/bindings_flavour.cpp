@@ -10,6 +10,19 @@
 
 namespace mgpu {
 
+namespace {
+
+// An alias for users: aliases know nothing of autograd, and torch refuses to write to such tensors.
+at::Tensor with_autograd(const at::Tensor& alias) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(alias.storage()), alias.key_set(), alias.dtype());
+  impl->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
+  if (alias.is_conj()) impl->_set_conj(true);
+  if (alias.is_neg()) impl->_set_neg(true);
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace
+
 MGPU_BINDINGS(flavour) {
   namespace py = pybind11;
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
@@ -26,7 +39,7 @@ MGPU_BINDINGS(flavour) {
   // the same memory under the other name; no copy, no gradient
   m.def("as_backing", [](const at::Tensor& tensor) {
     OperatorScope scope;  // other GPUs' work comes first
-    return Aliases().to_backing(tensor.detach());
+    return with_autograd(Aliases().to_backing(tensor.detach()));
   });
   m.def("from_backing", [](const at::Tensor& tensor) { return Aliases().from_backing(tensor.detach()); });
 }

@@ -172,9 +172,12 @@ OperatorScope::OperatorScope(On on) {
 }
 
 OperatorScope::~OperatorScope() {
-  // kernels of other libraries read managed memory on all GPUs, and ask nobody
-  if (memory_is_managed()) order_all();
-  c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
+  try {
+    // kernels of other libraries read managed memory on all GPUs, and ask nobody
+    if (memory_is_managed()) order_all();
+    c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
+  } catch (...) {  // after a kernel's fault every call fails; the next operator says so
+  }
 }
 
 std::string start_flavour(const std::string& memory) {
@@ -221,12 +224,15 @@ void adopted(const c10::Storage& storage) {
 
 void dropped(const c10::Storage& storage, const c10::SmallVectorImpl<c10::StreamId>& used_on) {
   drop_adopted(storage.unsafeGetStorageImpl()->mutable_data());
-  if (used_on.empty()) return;
-  visit_parked(false);
-  Parked entry{storage, {}};
-  for (const c10::StreamId stream : used_on) entry.marks.push_back(mark_stream(stream));
-  std::lock_guard<std::mutex> lock(parked_mutex);
-  parked().push_back(std::move(entry));
+  if (used_on.empty() || in_forked_child()) return;
+  try {
+    visit_parked(false);
+    Parked entry{storage, {}};
+    for (const c10::StreamId stream : used_on) entry.marks.push_back(mark_stream(stream));
+    std::lock_guard<std::mutex> lock(parked_mutex);
+    parked().push_back(std::move(entry));
+  } catch (...) {  // the driver is gone: the process ends, and its memory with it
+  }
 }
 
 void enter_allocation_scope() {

@@ -356,6 +356,7 @@ class Pool {
   }
 
   void drop_adopted(const void* base) noexcept {
+    if (forked_child.load()) return;
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = adopted_.find(static_cast<const char*>(base));
     if (found == adopted_.end() || --found->second.holders > 0) return;

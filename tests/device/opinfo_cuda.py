@@ -64,7 +64,9 @@ def run(op: Any, sample: Any, device: str) -> tuple[list[torch.Tensor], list[tor
 def samples(op: Any) -> Iterator[Any]:
     """The first inputs, the same in both processes."""
     torch.manual_seed(7)
-    for count, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)):
+    for count, sample in enumerate(
+        op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    ):
         if count >= SAMPLES:
             return
         yield sample
@@ -141,7 +143,9 @@ def main() -> int:
         print(f"{len(stored)} operators stored")
         return 0
     share = passed / max(1, passed + len(failed))
-    print(f"{passed} of {passed + len(failed)} operators equal plain CUDA ({share:.2%}), torch {torch.__version__}")
+    print(
+        f"{passed} of {passed + len(failed)} operators equal plain CUDA ({share:.2%}), torch {torch.__version__}"
+    )
     return 0 if share >= WANTED and passed > 500 else 1
 
 

@@ -166,7 +166,9 @@ HOPELESS: dict[str, Callable[[torch.Tensor], object]] = {
     "outer sum": lambda x: x.new_ones(1 << 20, 1) + x.new_ones(1, 1 << 20),
     "matmul": lambda x: x.new_ones(1 << 20, 1) @ x.new_ones(1, 1 << 20),
     "cat": lambda x: torch.cat([x.expand(1 << 29, -1), x.expand(1 << 29, -1)]),
-    "index_select": lambda x: x.index_select(0, torch.zeros(1, dtype=torch.int64, device="mgpu").expand(1 << 31)),
+    "index_select": lambda x: x.index_select(
+        0, torch.zeros(1, dtype=torch.int64, device="mgpu").expand(1 << 31)
+    ),
     "repeat": lambda x: x.repeat(1 << 30, 1),
     "reserve": lambda x: torch.mgpu.reserve((1 << 35, 64), 1 << 35),
     "resize_": lambda x: torch.empty(0, device="mgpu").resize_(1 << 39),
@@ -316,7 +318,9 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cat": lambda x: torch.cat([x, x[:100]]),
     "mask": lambda x: x[x[:, 0] > 0],
     "lists": lambda x: torch._foreach_mul([x, x[:9].clone()], 2.0)[0],
-    "scatter": lambda x: torch.zeros(5, 3, device=x.device).index_add_(0, torch.arange(5, device=x.device), x[:5]),
+    "scatter": lambda x: torch.zeros(5, 3, device=x.device).index_add_(
+        0, torch.arange(5, device=x.device), x[:5]
+    ),
 }
 
 
@@ -424,7 +428,9 @@ def test_topology() -> None:
         for b in range(count):
             same = mesh.shards[a] == mesh.shards[b]
             assert (mesh.links[a][b] == "same") == same
-            assert mesh.peer_matrix[a][b] == (same or torch.cuda.can_device_access_peer(mesh.shards[a], mesh.shards[b]))
+            assert mesh.peer_matrix[a][b] == (
+                same or torch.cuda.can_device_access_peer(mesh.shards[a], mesh.shards[b])
+            )
 
 
 @pytest.mark.skipif(not MANAGED, reason="run with MGPU_MEMORY=managed")
@@ -446,6 +452,8 @@ def test_operators_give_plain_cudas_values_and_gradients(tmp_path: Path) -> None
     reference = str(tmp_path / "cuda.pt")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MGPU_") or k == "MGPU_CACHE"}
     subprocess.run([sys.executable, script, "cuda", reference], env=environment, check=True, timeout=900)
-    done = subprocess.run([sys.executable, script, "mgpu", reference], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, script, "mgpu", reference], capture_output=True, text=True, timeout=900
+    )
     print(done.stdout[-6000:])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
