@@ -194,7 +194,8 @@ def main() -> None:
                 "--seconds",
                 str(arguments.seconds),
             ]
-            environment = {**os.environ, "MGPU_DEVICES": devices}
+            root = str(Path(__file__).resolve().parents[1])  # not installed on a GPU machine
+            environment = {**os.environ, "MGPU_DEVICES": devices, "PYTHONPATH": root}
             subprocess.run([sys.executable, __file__, *options], env=environment, check=True)
             results[name] = json.loads(file.read_text())
     print(f"{'operator':34s} {plain + ' us':>11s} {'mgpu us':>11s} {'more us':>9s} {plain + '/mgpu':>10s}")

@@ -52,7 +52,10 @@ def steps(gpus: int) -> dict[str, list[tuple[str, list[str], dict[str, str], int
     database = "tests/device/test_gpu.py::test_operators_give_plain_cudas_values_and_gradients"
     device = ["tests/device", f"--deselect={database}"]
     return {
-        "build": [("build", [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour", "cuda"], {}, 400)],
+        "build": [
+            (f"build {flavour}", [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour", flavour], {}, 300)
+            for flavour in ("cuda", "host")
+        ],
         "smoke": [
             (
                 f"smoke {mesh} {memory}",
@@ -105,7 +108,7 @@ def main() -> int:
                     done = subprocess.run(
                         command,
                         cwd=ROOT,
-                        env={**os.environ, **environment},
+                        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                         stdout=subprocess.PIPE,
                         stderr=subprocess.STDOUT,
                         text=True,
