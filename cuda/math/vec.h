@@ -17,8 +17,8 @@ HOST_DEVICE inline float mul_add(float a, float b, float c) {
 #endif
 }
 
-// Root, reciprocal root and quotient within 2 ulp on the GPU, where the exact ones take ten times as many instructions.
-// Divisors lie in [2^-126, 2^126].
+// Root, reciprocal root and quotient within 2 ulp on the GPU, where the exact ones take ten times as many
+// instructions. Divisors lie in [2^-126, 2^126].
 HOST_DEVICE inline float quick_sqrt(float x) {
 #if defined(__CUDA_ARCH__)
   float root;

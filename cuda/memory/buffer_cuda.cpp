@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// buffer_cuda.cpp: temporaries from one stream-ordered pool a GPU, and transfers. A pool keeps what it has until
-// trim_temporaries(), so after the first step nothing is allocated from the driver.
+// buffer_cuda.cpp: temporaries from one stream-ordered pool a GPU, and transfers. A pool keeps what it has
+// until trim_temporaries(), so after the first step nothing is allocated from the driver.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -76,8 +76,8 @@ cudaMemPool_t pool_of(Temporaries& all, int device) {
 
 int shard_of_owner(int owner) { return owner == kExchange ? 0 : owner; }
 
-// Pinned memory through which host data reach a GPU without the driver stopping the stream. A ring of segments; a segment
-// is used again when the copies out of it are done.
+// Pinned memory through which host data reach a GPU without the driver stopping the stream. A ring of
+// segments; a segment is used again when the copies out of it are done.
 class UploadRing {
  public:
   static constexpr int64_t kSegmentBytes = int64_t{1} << 20;
@@ -197,7 +197,8 @@ TemporaryCounts temporary_counts(int device) {
   TemporaryCounts counts = all.counts.at(static_cast<size_t>(device));
   uint64_t reserved = 0;
   if (all.pool[static_cast<size_t>(device)]) {
-    CUDA_CHECK(cudaMemPoolGetAttribute(all.pool[static_cast<size_t>(device)], cudaMemPoolAttrReservedMemCurrent, &reserved));
+    CUDA_CHECK(cudaMemPoolGetAttribute(all.pool[static_cast<size_t>(device)],
+                                       cudaMemPoolAttrReservedMemCurrent, &reserved));
   }
   counts.reserved = static_cast<int64_t>(reserved);
   return counts;
@@ -222,7 +223,8 @@ void read_back_bytes(void* host, const void* device, int64_t bytes, int shard) {
   if (bytes <= 0) return;
   const int on = shard_of_owner(shard);
   DeviceGuard guard(shard_device(on));
-  CUDA_CHECK(cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, shard_stream(on)));
+  CUDA_CHECK(
+      cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, shard_stream(on)));
   CUDA_CHECK(cudaStreamSynchronize(shard_stream(on)));
 }
 
@@ -248,7 +250,8 @@ void zero_bytes(void* device, int64_t bytes, int shard) {
 
 void copy_between(void* to, int to_shard, const void* from, int from_shard, int64_t bytes) {
   if (bytes <= 0) return;
-  const int to_device = shard_device(shard_of_owner(to_shard)), from_device = shard_device(shard_of_owner(from_shard));
+  const int to_device = shard_device(shard_of_owner(to_shard)),
+            from_device = shard_device(shard_of_owner(from_shard));
   DeviceGuard guard(to_device);
   const cudaStream_t stream = shard_stream(shard_of_owner(to_shard));
   if (to_device == from_device) {
@@ -277,7 +280,8 @@ void ReadBack::wait() {
                                cudaMemcpyDeviceToHost, shard_stream(shards_[i])));
   }
   for (const int shard : shards_) CUDA_CHECK(cudaStreamSynchronize(shard_stream(shard)));
-  for (const Piece& piece : pieces_) std::memcpy(piece.host, memory + piece.offset, static_cast<size_t>(piece.bytes));
+  for (const Piece& piece : pieces_)
+    std::memcpy(piece.host, memory + piece.offset, static_cast<size_t>(piece.bytes));
   pieces_.clear();
   shards_.clear();
   sources_.clear();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// temporaries.h: what the CUDA flavour's pools of temporaries hold (buffer_cuda.cpp), for memory_stats and empty_cache.
+// temporaries.h: what the CUDA flavour's pools of temporaries hold (buffer_cuda.cpp), for memory_stats and
+// empty_cache.
 #pragma once
 #include <cstdint>
 

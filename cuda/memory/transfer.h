@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// transfer.h: between the host and a Buffer, and between shards. In the host flavour these are plain copies; in the CUDA
-// flavour they go through the shard's stream.
+// transfer.h: between the host and a Buffer, and between shards. In the host flavour these are plain copies;
+// in the CUDA flavour they go through the shard's stream.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -17,7 +17,8 @@ void read_back_bytes(void* host, const void* device, int64_t bytes, int shard);
 // From the host; `host` may be changed on return.
 void upload_bytes(void* device, const void* host, int64_t bytes, int shard);
 void zero_bytes(void* device, int64_t bytes, int shard);
-// From one shard to another, in the order of the receiver's stream: join_shards() first if they are on different GPUs.
+// From one shard to another, in the order of the receiver's stream: join_shards() first if they are on
+// different GPUs.
 void copy_between(void* to, int to_shard, const void* from, int from_shard, int64_t bytes);
 
 // ---- arrays

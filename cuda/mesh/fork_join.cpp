@@ -19,8 +19,9 @@ namespace {
 
 std::atomic<void (*)()> thread_start_hook{nullptr};
 
-// One fork: pieces are handed out by an atomic counter, so whoever is free takes the next; the caller takes part, so a
-// fork inside a fork always makes progress, and so does a fork in a forked child that has no pool threads.
+// One fork: pieces are handed out by an atomic counter, so whoever is free takes the next; the caller takes
+// part, so a fork inside a fork always makes progress, and so does a fork in a forked child that has no pool
+// threads.
 struct Job {
   std::function<void(int64_t)> run;
   int64_t pieces = 0;
@@ -67,8 +68,10 @@ class Pool {
       adopt_after_fork();
       if (wanted_ > 1) jobs_.push_back(job);
     }
-    if (pieces > 2) wake_.notify_all();
-    else wake_.notify_one();
+    if (pieces > 2)
+      wake_.notify_all();
+    else
+      wake_.notify_one();
     job->help();
     job->wait();
     std::lock_guard<std::mutex> lock(mutex_);

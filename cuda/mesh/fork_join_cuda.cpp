@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn; the GPUs run side by side, and
-// wait for each other only around an exchange.
+// fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn; the GPUs run side by
+// side, and wait for each other only around an exchange.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -69,10 +69,12 @@ int shard_device(int shard) {
   const size_t colon = name.find(':');
   const std::string kind = colon == std::string::npos ? "cuda" : name.substr(0, colon);
   const std::string number = colon == std::string::npos ? name : name.substr(colon + 1);
-  const bool digits = !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == std::string::npos;
+  const bool digits =
+      !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == std::string::npos;
   if (kind != "cuda" || !digits) {
-    throw std::invalid_argument("shard " + std::to_string(shard) + " is \"" + name +
-                                "\", and the CUDA flavour has GPUs only. Set MGPU_DEVICES to GPU numbers, such as 0,1.");
+    throw std::invalid_argument(
+        "shard " + std::to_string(shard) + " is \"" + name +
+        "\", and the CUDA flavour has GPUs only. Set MGPU_DEVICES to GPU numbers, such as 0,1.");
   }
   return std::stoi(number);
 }
@@ -118,16 +120,17 @@ void check_cuda(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return;
   cudaGetLastError();  // not again from the next check
   if (code == cudaErrorMemoryAllocation) throw std::bad_alloc();
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) +
-                           "). After an illegal access the process cannot use this GPU again: restart it, with "
-                           "CUDA_LAUNCH_BLOCKING=1 to see which kernel it was.");
+  throw std::runtime_error(
+      std::string(what) + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) +
+      "). After an illegal access the process cannot use this GPU again: restart it, with "
+      "CUDA_LAUNCH_BLOCKING=1 to see which kernel it was.");
 }
 
 void check_kernel(const char* stage, int shard, int64_t rows) {
   const cudaError_t code = cudaGetLastError();
   if (code == cudaSuccess) return;
-  check_cuda(code, (std::string("stage ") + stage + " on shard " + std::to_string(shard) + " (" + mesh()[shard].name +
-                    "), " + std::to_string(rows) + " rows")
+  check_cuda(code, (std::string("stage ") + stage + " on shard " + std::to_string(shard) + " (" +
+                    mesh()[shard].name + "), " + std::to_string(rows) + " rows")
                        .c_str());
 }
 
@@ -140,8 +143,8 @@ void for_each_shard(const char* stage, const std::function<void(const Shard&)>& 
     } catch (const std::bad_alloc&) {
       throw;
     } catch (const std::exception& error) {
-      throw std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" + shard.name +
-                               "): " + error.what());
+      throw std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" +
+                               shard.name + "): " + error.what());
     }
   }
   if (access == Access::kExchange) join_shards();

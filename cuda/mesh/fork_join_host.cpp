@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fork_join_host.cpp: stages on the host: the shards are threads of the pool, or take turns where locality is checked.
+// fork_join_host.cpp: stages on the host: the shards are threads of the pool, or take turns where locality is
+// checked.
 #include <exception>
 #include <new>
 #include <stdexcept>
@@ -13,7 +14,8 @@ namespace mgpu {
 
 void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
   const Mesh& current = mesh();
-  std::vector<std::exception_ptr> error(static_cast<size_t>(current.size()));  // of the shards; the first is thrown
+  std::vector<std::exception_ptr> error(
+      static_cast<size_t>(current.size()));  // of the shards; the first is thrown
   auto run_one = [&](int index) {
     const Shard& shard = current[index];
     try {
@@ -23,8 +25,8 @@ void for_each_shard(const char* stage, const std::function<void(const Shard&)>& 
       error[static_cast<size_t>(index)] = std::current_exception();
     } catch (const std::exception& problem) {
       error[static_cast<size_t>(index)] = std::make_exception_ptr(
-          std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" + shard.name +
-                             "): " + problem.what()));
+          std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" +
+                             shard.name + "): " + problem.what()));
     }
   };
   if (current.size() == 1 || locality_checked()) {

@@ -24,8 +24,8 @@ LaunchScope::~LaunchScope() {
   if (--depth == 0) gate().unlock_shared();
 }
 
-// Inside a LaunchScope of its own the thread would wait for itself: it stays in, and the pages move all the same,
-// because a thread that is moving pages launches nothing.
+// Inside a LaunchScope of its own the thread would wait for itself: it stays in, and the pages move all the
+// same, because a thread that is moving pages launches nothing.
 StillScope::StillScope() : shut_(depth == 0) {
   if (!shut_) return;
   gate().lock();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gate.h: keeps work from being started while pages move. Whoever launches on the shards passes the gate; whoever
-// moves pages shuts it, and then waits for what is under way.
+// gate.h: keeps work from being started while pages move. Whoever launches on the shards passes the gate;
+// whoever moves pages shuts it, and then waits for what is under way.
 #pragma once
 
 namespace mgpu {
@@ -14,8 +14,8 @@ class LaunchScope {
   LaunchScope& operator=(const LaunchScope&) = delete;
 };
 
-// While alive, no other thread is inside a LaunchScope; waits for those that are. This thread must not be in one.
-// Take it before the pool's lock.
+// While alive, no other thread is inside a LaunchScope; waits for those that are. This thread must not be in
+// one. Take it before the pool's lock.
 class StillScope {
  public:
   StillScope();

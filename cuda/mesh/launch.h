@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch.h: what a kernel file needs to launch on a shard: its GPU, its stream, named errors. CUDA flavour only; no torch.
+// launch.h: what a kernel file needs to launch on a shard: its GPU, its stream, named errors. CUDA flavour
+// only; no torch.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,17 +17,19 @@ namespace mgpu {
 // Ordinal of the GPU that the shard lies on: the number in its name ("cuda:2"). Throws std::invalid_argument.
 int shard_device(int shard);
 
-// The stream that work of the shard goes to. Shards on one GPU share it, so they need no joining. By default one
-// non-default stream a GPU, made when first asked for; the backend installs a provider that knows torch's streams.
+// The stream that work of the shard goes to. Shards on one GPU share it, so they need no joining. By default
+// one non-default stream a GPU, made when first asked for; the backend installs a provider that knows torch's
+// streams.
 cudaStream_t shard_stream(int shard);
 using StreamProvider = cudaStream_t (*)(int device);
 void set_stream_provider(StreamProvider provider);
 
-// Every GPU's stream waits for what the others have been given so far. By events: the host does not wait. Free on a mesh
-// with one GPU.
+// Every GPU's stream waits for what the others have been given so far. By events: the host does not wait.
+// Free on a mesh with one GPU.
 void join_shards();
 
-// Around a public operator whose first or last stage is local: its operands may come from any GPU, its results go to any.
+// Around a public operator whose first or last stage is local: its operands may come from any GPU, its
+// results go to any.
 struct JoinedOperator {
   JoinedOperator() { join_shards(); }
   ~JoinedOperator() noexcept(false) {
@@ -63,6 +66,8 @@ void check_kernel(const char* stage, int shard, int64_t rows);
 // ---- launch shapes
 
 // Blocks of `threads` for `count` items; callers skip the launch when it is 0.
-inline unsigned blocks_for(int64_t count, int threads) { return static_cast<unsigned>((count + threads - 1) / threads); }
+inline unsigned blocks_for(int64_t count, int threads) {
+  return static_cast<unsigned>((count + threads - 1) / threads);
+}
 
 }  // namespace mgpu

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// bin.cu: records by depth (32-bit radix sort), then a stable split by tile with keys as wide as the tiles need.
-// Floor: 68 bytes a record, about 24 an intersection with 16-bit keys. All sizes are known from stage "project".
+// bin.cu: records by depth (32-bit radix sort), then a stable split by tile with keys as wide as the tiles
+// need. Floor: 68 bytes a record, about 24 an intersection with 16-bit keys. All sizes are known from stage
+// "project".
 #include "splat/bin.h"
 
 #include <bit>
@@ -25,12 +26,13 @@ struct BinInput {
 
 // The part [begin, end) of a row of tiles that is the owner's, counted from its first tile.
 __device__ __forceinline__ RowRange own_part(RowRange tiles, int64_t begin, int64_t end) {
-  return {(begin > tiles.begin ? begin : tiles.begin) - tiles.begin, (end < tiles.end ? end : tiles.end) - tiles.begin};
+  return {(begin > tiles.begin ? begin : tiles.begin) - tiles.begin,
+          (end < tiles.end ? end : tiles.end) - tiles.begin};
 }
 
 __global__ void __launch_bounds__(kThreads)
-    measure_kernel(const __grid_constant__ BinInput in, float* half_extent, int32_t* tile_count, uint32_t* depth_key,
-                   int32_t* order) {
+    measure_kernel(const __grid_constant__ BinInput in, float* half_extent, int32_t* tile_count,
+                   uint32_t* depth_key, int32_t* order) {
   const int64_t r = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (r >= in.records) return;
   const Record record = load48(in.record + r);
@@ -59,12 +61,15 @@ __global__ void __launch_bounds__(kThreads)
   if (i <= records) to[i] = i < records ? from[order[i]] : 0;
 }
 
-__device__ __forceinline__ void set_entry(int32_t& entry, int64_t record, int64_t) { entry = static_cast<int32_t>(record); }
+__device__ __forceinline__ void set_entry(int32_t& entry, int64_t record, int64_t) {
+  entry = static_cast<int32_t>(record);
+}
 __device__ __forceinline__ void set_entry(TileEntry& entry, int64_t record, int64_t ordinal) {
   entry = {static_cast<int32_t>(record), static_cast<int32_t>(ordinal)};
 }
 
-// Where one record's pairs go: never outside [first, last), whatever the roundings of a second evaluation say.
+// Where one record's pairs go: never outside [first, last), whatever the roundings of a second evaluation
+// say.
 template <typename Key, typename Entry>
 struct PairWriter {
   Key* key;
@@ -78,11 +83,12 @@ struct PairWriter {
   }
 };
 
-// Keys and entries of all pairs, nearest record first. Unfilled places get the key `tiles`, which sorts behind all.
+// Keys and entries of all pairs, nearest record first. Unfilled places get the key `tiles`, which sorts
+// behind all.
 template <typename Key, typename Entry>
 __global__ void __launch_bounds__(kThreads)
-    emit_kernel(const __grid_constant__ BinInput in, const int32_t* order, const int64_t* offset, int64_t pairs, Key* key,
-                Entry* entry) {
+    emit_kernel(const __grid_constant__ BinInput in, const int32_t* order, const int64_t* offset,
+                int64_t pairs, Key* key, Entry* entry) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int lane = threadIdx.x % kWarp;
   PairWriter<Key, Entry> mine{key, entry, 0, 0, 0};
@@ -149,7 +155,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // tile_begin[t] = first place with a key of at least t.
 template <typename Key>
-__global__ void __launch_bounds__(kThreads) begins_kernel(const Key* key, int64_t pairs, int64_t tiles, int64_t* tile_begin) {
+__global__ void __launch_bounds__(kThreads)
+    begins_kernel(const Key* key, int64_t pairs, int64_t tiles, int64_t* tile_begin) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i > pairs) return;
   const int64_t before = i == 0 ? -1 : static_cast<int64_t>(key[i - 1]);
@@ -165,23 +172,28 @@ void split_by_tile(const BinInput& in, const Buffer<int32_t>& order, const Buffe
   Buffer<Key> key(pairs, self);
   entry = Buffer<Entry>(pairs, self);
   if (in.records > 0 && pairs > 0) {
-    emit_kernel<<<blocks_for(in.records, kThreads), kThreads, 0, stream>>>(in, order.data(), offset.data(), pairs,
-                                                                          key.data(), entry.data());
+    emit_kernel<<<blocks_for(in.records, kThreads), kThreads, 0, stream>>>(in, order.data(), offset.data(),
+                                                                           pairs, key.data(), entry.data());
     KERNEL_CHECK("bin", self, in.records);
-    fill_rest_kernel<<<1, kThreads, 0, stream>>>(offset.data() + in.records, pairs, tiles, key.data(), entry.data());
+    fill_rest_kernel<<<1, kThreads, 0, stream>>>(offset.data() + in.records, pairs, tiles, key.data(),
+                                                 entry.data());
     KERNEL_CHECK("bin", self, in.records);
     sort_pairs(key, entry, std::bit_width(static_cast<uint64_t>(tiles)), self);
   }
   owner.tile_begin = Buffer<int64_t>(tiles + 1, self);
-  begins_kernel<<<blocks_for(pairs + 1, kThreads), kThreads, 0, stream>>>(key.data(), pairs, tiles, owner.tile_begin.data());
+  begins_kernel<<<blocks_for(pairs + 1, kThreads), kThreads, 0, stream>>>(key.data(), pairs, tiles,
+                                                                          owner.tile_begin.data());
   KERNEL_CHECK("bin", self, pairs);
 }
 
 template <typename Entry>
-void split_by_tile_of_any_width(const BinInput& in, const Buffer<int32_t>& order, const Buffer<int64_t>& offset, int self,
-                                TileOwner& owner, Buffer<Entry>& entry) {
-  if (owner.tiles.size() < int64_t{1} << 16) split_by_tile<uint16_t>(in, order, offset, self, owner, entry);
-  else split_by_tile<uint32_t>(in, order, offset, self, owner, entry);
+void split_by_tile_of_any_width(const BinInput& in, const Buffer<int32_t>& order,
+                                const Buffer<int64_t>& offset, int self, TileOwner& owner,
+                                Buffer<Entry>& entry) {
+  if (owner.tiles.size() < int64_t{1} << 16)
+    split_by_tile<uint16_t>(in, order, offset, self, owner, entry);
+  else
+    split_by_tile<uint32_t>(in, order, offset, self, owner, entry);
 }
 
 void bin_owner(const Frame& frame, int self, TileOwner& owner) {
@@ -194,12 +206,12 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
   owner.half_extent = Buffer<float>(2 * records, self);
   if (records > 0) {
     const cudaStream_t stream = shard_stream(self);
-    measure_kernel<<<blocks_for(records, kThreads), kThreads, 0, stream>>>(in, owner.half_extent.data(), tile_count.data(),
-                                                                          depth_key.data(), order.data());
+    measure_kernel<<<blocks_for(records, kThreads), kThreads, 0, stream>>>(
+        in, owner.half_extent.data(), tile_count.data(), depth_key.data(), order.data());
     KERNEL_CHECK("bin", self, records);
     sort_pairs(depth_key, order, 32, self);
-    gather_counts_kernel<<<blocks_for(records + 1, kThreads), kThreads, 0, stream>>>(tile_count.data(), order.data(),
-                                                                                    records, ordered_count.data());
+    gather_counts_kernel<<<blocks_for(records + 1, kThreads), kThreads, 0, stream>>>(
+        tile_count.data(), order.data(), records, ordered_count.data());
     KERNEL_CHECK("bin", self, records);
     exclusive_sum(ordered_count.data(), offset.data(), records + 1, self);
   }

@@ -151,11 +151,11 @@ py::tuple l1_ssim_tensors(const at::Tensor& rgb, const at::Tensor& target, doubl
   const at::Tensor value = at::empty({3}, rgb.options().requires_grad(false));  // loss, L1, SSIM
   {
     py::gil_scoped_release release;
-    l1_ssim_into(images, static_cast<float>(ssim_weight), wants_gradient ? gradient.data_ptr<float>() : nullptr,
-                 value.data_ptr<float>());
+    l1_ssim_into(images, static_cast<float>(ssim_weight),
+                 wants_gradient ? gradient.data_ptr<float>() : nullptr, value.data_ptr<float>());
   }
-  return py::make_tuple(value.select(0, 0), wants_gradient ? py::cast(gradient) : py::none(), value.select(0, 1),
-                        value.select(0, 2));
+  return py::make_tuple(value.select(0, 0), wants_gradient ? py::cast(gradient) : py::none(),
+                        value.select(0, 1), value.select(0, 2));
 }
 
 std::array<double, kColumns> rates_of(const std::vector<double>& lrs) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// blend.cu: forward, one block a tile and one thread a pixel; back, one warp a bucket of 32 records and one lane a record,
-// past which the pixels march (as Taming 3DGS, Mallick et al. 2024, and Faster-GS). Formulas: math/tile.h,
-// math/blend_front.h.
+// blend.cu: forward, one block a tile and one thread a pixel; back, one warp a bucket of 32 records and one
+// lane a record, past which the pixels march (as Taming 3DGS, Mallick et al. 2024, and Faster-GS). Formulas:
+// math/tile.h, math/blend_front.h.
 #include "splat/blend.h"
 
 #include <algorithm>
@@ -16,9 +16,9 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int kBucket = 32;           // records a warp walks back together
+constexpr int kBucket = 32;              // records a warp walks back together
 constexpr int kPatchX = 8, kPatchY = 4;  // pixels of one warp of the forward kernel
-constexpr float kCullMargin = 0.01f;  // px; more than the roundings of the box test
+constexpr float kCullMargin = 0.01f;     // px; more than the roundings of the box test
 static_assert(kThreads == kTilePixels && kBucket == kWarp && kPatchX * kPatchY == kWarp);
 
 // Where a tile lies in its view. Pixel `i` of the tile is (x + i % 16, y + i / 16).
@@ -57,10 +57,14 @@ __device__ __forceinline__ int32_t record_of(TileEntry entry) { return entry.rec
 
 // Index into bucket_state of a tile's bucket, from its second one on: tiles cannot collide, because
 // floor(begin / 32) + floor((length - 1) / 32) <= floor((begin + length) / 32).
-__device__ __forceinline__ int64_t state_of(int64_t tile_begin, int64_t bucket) { return tile_begin / kBucket + bucket - 1; }
+__device__ __forceinline__ int64_t state_of(int64_t tile_begin, int64_t bucket) {
+  return tile_begin / kBucket + bucket - 1;
+}
 
-// sigma's terms of a record in the row of pixels at `dy`, rounded in one way only, so that forward and backward agree.
-__device__ __forceinline__ math::BlendRow blend_row(float x, const float conic[3], float opacity, float y, float y_centre) {
+// sigma's terms of a record in the row of pixels at `dy`, rounded in one way only, so that forward and
+// backward agree.
+__device__ __forceinline__ math::BlendRow blend_row(float x, const float conic[3], float opacity, float y,
+                                                    float y_centre) {
   const float mean2d[2] = {x, y};
   math::BlendRow row = math::make_blend_row(mean2d, conic, opacity, y_centre);
   round_now(row.b_dy);
@@ -71,11 +75,11 @@ __device__ __forceinline__ math::BlendRow blend_row(float x, const float conic[3
 // ---- forward
 
 struct BlendTarget {
-  float* transmittance;      // [tiles, 256]
-  int32_t* contributors;     // [tiles, 256]
-  float* pixels;             // [tiles, 4, 256]
-  float4* state;             // [buckets, 256]; null: no way back
-  float* state_depth;        // [buckets, 256]
+  float* transmittance;   // [tiles, 256]
+  int32_t* contributors;  // [tiles, 256]
+  float* pixels;          // [tiles, 4, 256]
+  float4* state;          // [buckets, 256]; null: no way back
+  float* state_depth;     // [buckets, 256]
   TileBucket* active;
   int32_t* active_count;
 };
@@ -113,7 +117,8 @@ __global__ void __launch_bounds__(kThreads)
       const int32_t r = record_of(in.entry[begin + batch + threadIdx.x]);
       const Record record = load48(in.record + r);
       const float2 half = in.half_extent[r];
-      s_shape[threadIdx.x] = make_float4(record.mean2d[0], record.mean2d[1], record.conic[0], record.conic[1]);
+      s_shape[threadIdx.x] =
+          make_float4(record.mean2d[0], record.mean2d[1], record.conic[0], record.conic[1]);
       s_colour[threadIdx.x] = make_float4(record.rgb[0], record.rgb[1], record.rgb[2], record.depth);
       s_rest[threadIdx.x] = make_float4(record.conic[2], record.opacity, half.x, half.y);
     }
@@ -201,24 +206,24 @@ void blend_owner(const Frame& frame, int self, TileOwner& owner, const Buffer<En
   owner.active_count = Buffer<int32_t>(1, self);
   zero(owner.active_count);
   if (tiles == 0) return;
-  const BlendTarget target{owner.transmittance.data(),
-                           owner.contributors.data(),
-                           owner.pixels.data(),
-                           reinterpret_cast<float4*>(owner.bucket_state.data()),
-                           owner.bucket_depth.data(),
-                           owner.active_bucket.data(),
+  const BlendTarget target{owner.transmittance.data(), owner.contributors.data(),
+                           owner.pixels.data(),        reinterpret_cast<float4*>(owner.bucket_state.data()),
+                           owner.bucket_depth.data(),  owner.active_bucket.data(),
                            owner.active_count.data()};
   const unsigned blocks = static_cast<unsigned>(tiles);
-  if (depth) blend_kernel<true><<<blocks, kThreads, 0, shard_stream(self)>>>(blend_input(frame, self, entry), target);
-  else blend_kernel<false><<<blocks, kThreads, 0, shard_stream(self)>>>(blend_input(frame, self, entry), target);
+  if (depth)
+    blend_kernel<true><<<blocks, kThreads, 0, shard_stream(self)>>>(blend_input(frame, self, entry), target);
+  else
+    blend_kernel<false><<<blocks, kThreads, 0, shard_stream(self)>>>(blend_input(frame, self, entry), target);
   KERNEL_CHECK("blend", self, tiles);
 }
 
 // ---- tiles to images
 
 __global__ void __launch_bounds__(kThreads)
-    assemble_kernel(const View* views, int num_views, int64_t first_tile, const float* transmittance, const float* pixels,
-                    const ImagePointers* images, float background_red, float background_green, float background_blue) {
+    assemble_kernel(const View* views, int num_views, int64_t first_tile, const float* transmittance,
+                    const float* pixels, const ImagePointers* images, float background_red,
+                    float background_green, float background_blue) {
   const int64_t tile = blockIdx.x;
   const TilePlace place = place_of(views, num_views, first_tile + tile);
   const int column = threadIdx.x % kTileSize, row = threadIdx.x / kTileSize;
@@ -236,12 +241,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- gradients of images to tiles
 
-// grad: [tiles, 256] red, green, blue, depth. behind: [tiles, 256] dL of all the light that enters the pixel: of the
-// colours that it meets, of the background and of the accumulation.
+// grad: [tiles, 256] red, green, blue, depth. behind: [tiles, 256] dL of all the light that enters the pixel:
+// of the colours that it meets, of the background and of the accumulation.
 __global__ void __launch_bounds__(kThreads)
-    scatter_kernel(const View* views, int num_views, int64_t first_tile, const float* transmittance, const float* pixels,
-                   const ImageGradPointers* grads, float background_red, float background_green, float background_blue,
-                   float4* grad, float* behind) {
+    scatter_kernel(const View* views, int num_views, int64_t first_tile, const float* transmittance,
+                   const float* pixels, const ImageGradPointers* grads, float background_red,
+                   float background_green, float background_blue, float4* grad, float* behind) {
   const int64_t tile = blockIdx.x;
   const TilePlace place = place_of(views, num_views, first_tile + tile);
   const int column = threadIdx.x % kTileSize, row = threadIdx.x / kTileSize;
@@ -260,8 +265,10 @@ __global__ void __launch_bounds__(kThreads)
     if (from.accumulation) accumulation = from.accumulation[i];
   }
   const float* planes = pixels + tile * 4 * kTilePixels + threadIdx.x;
-  const float lit = planes[0] * g.x + planes[kTilePixels] * g.y + planes[2 * kTilePixels] * g.z + planes[3 * kTilePixels] * g.w;
-  const float dL_dtransmittance = background_red * g.x + background_green * g.y + background_blue * g.z - accumulation;
+  const float lit = planes[0] * g.x + planes[kTilePixels] * g.y + planes[2 * kTilePixels] * g.z +
+                    planes[3 * kTilePixels] * g.w;
+  const float dL_dtransmittance =
+      background_red * g.x + background_green * g.y + background_blue * g.z - accumulation;
   grad[at] = g;
   behind[at] = lit + transmittance[at] * dL_dtransmittance;
 }
@@ -279,22 +286,24 @@ struct BackwardInput {
 };
 
 struct BackwardTarget {
-  RecordGrad* record_grad;     // summed by atomics, or
-  RecordGrad* slot_grad;       // one for each pair
+  RecordGrad* record_grad;  // summed by atomics, or
+  RecordGrad* slot_grad;    // one for each pair
   const int64_t* slot_begin;
 };
 
 // The pixels of a tile that a bucket can have lit, packed together.
 struct PixelStream {
-  float4 grad[kTilePixels];      // red, green, blue, depth
-  float2 light[kTilePixels];     // T and what lies behind, before the bucket
-  uint16_t place[kTilePixels];   // pixel of the tile, and 256 * how many of the bucket's records may contribute (1..32)
+  float4 grad[kTilePixels];     // red, green, blue, depth
+  float2 light[kTilePixels];    // T and what lies behind, before the bucket
+  uint16_t place[kTilePixels];  // pixel of the tile, and 256 * how many of the bucket's records may
+                                // contribute (1..32)
 };
 constexpr size_t kBackwardSharedBytes = sizeof(PixelStream) * kWarps;
 
 // Loads the pixels of the bucket that are not ended before it; returns how many.
 template <bool kDepth>
-__device__ __forceinline__ int load_pixels(const BackwardInput& in, TileBucket which, int64_t state, PixelStream& stream) {
+__device__ __forceinline__ int load_pixels(const BackwardInput& in, TileBucket which, int64_t state,
+                                           PixelStream& stream) {
   const int lane = threadIdx.x % kWarp;
   int count = 0;
   for (int first = 0; first < kTilePixels; first += kWarp) {
@@ -324,7 +333,8 @@ __device__ __forceinline__ int load_pixels(const BackwardInput& in, TileBucket w
 
 __device__ __forceinline__ void add_four(float* to, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
 #else
   atomicAdd(to, a);
   atomicAdd(to + 1, b);
@@ -335,7 +345,8 @@ __device__ __forceinline__ void add_four(float* to, float a, float b, float c, f
 
 template <bool kDepth, typename Entry>
 __global__ void __launch_bounds__(kThreads)
-    blend_backward_kernel(const __grid_constant__ BlendInput<Entry> in, const __grid_constant__ BackwardInput back,
+    blend_backward_kernel(const __grid_constant__ BlendInput<Entry> in,
+                          const __grid_constant__ BackwardInput back,
                           const __grid_constant__ BackwardTarget out) {
   extern __shared__ __align__(16) char shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -372,7 +383,8 @@ __global__ void __launch_bounds__(kThreads)
       const int pixel = packed % kTilePixels;
       const float x = static_cast<float>(place.x + pixel % kTileSize) + 0.5f;
       const float y = static_cast<float>(place.y + pixel / kTileSize) + 0.5f;
-      const math::BlendRow row = blend_row(record.mean2d[0], record.conic, record.opacity, record.mean2d[1], y);
+      const math::BlendRow row =
+          blend_row(record.mean2d[0], record.conic, record.opacity, record.mean2d[1], y);
       const float dx = x - row.x, dy = y - record.mean2d[1];
       float colour_dot = g.x * record.rgb[0] + (g.y * record.rgb[1] + g.z * record.rgb[2]);
       if constexpr (kDepth) colour_dot += g.w * record.depth;
@@ -411,27 +423,30 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       const float* values = reinterpret_cast<const float*>(&grad);
       float* to = reinterpret_cast<float*>(out.record_grad + entry);
-      for (int k = 0; k < 3; ++k) add_four(to + 4 * k, values[4 * k], values[4 * k + 1], values[4 * k + 2], values[4 * k + 3]);
+      for (int k = 0; k < 3; ++k)
+        add_four(to + 4 * k, values[4 * k], values[4 * k + 1], values[4 * k + 2], values[4 * k + 3]);
     }
   }
 }
 
 template <bool kDepth, typename Entry>
-void launch_backward(const BlendInput<Entry>& in, const BackwardInput& back, const BackwardTarget& out, int64_t most_buckets,
-                     int self) {
+void launch_backward(const BlendInput<Entry>& in, const BackwardInput& back, const BackwardTarget& out,
+                     int64_t most_buckets, int self) {
   const auto kernel = blend_backward_kernel<kDepth, Entry>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBackwardSharedBytes)));
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(kBackwardSharedBytes)));
   int processors = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(self)));
   constexpr int64_t kBlocksAProcessor = 4 * 4;  // four fit at a time; four rounds even out the last one
   const int64_t blocks = std::min((most_buckets + kWarps - 1) / kWarps, kBlocksAProcessor * processors);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kBackwardSharedBytes, shard_stream(self)>>>(in, back, out);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kBackwardSharedBytes, shard_stream(self)>>>(in, back,
+                                                                                                out);
   KERNEL_CHECK("blend_backward", self, most_buckets);
 }
 
 template <typename Entry>
-void backward_owner(const Frame& frame, int self, TileOwner& owner, const Buffer<Entry>& entry, const Buffer<float4>& grad,
-                    const Buffer<float>& behind, bool depth) {
+void backward_owner(const Frame& frame, int self, TileOwner& owner, const Buffer<Entry>& entry,
+                    const Buffer<float4>& grad, const Buffer<float>& behind, bool depth) {
   constexpr bool kSlots = sizeof(Entry) == sizeof(TileEntry);
   if constexpr (kSlots) {
     owner.slot_grad = Buffer<RecordGrad>(owner.pairs, self);
@@ -450,8 +465,10 @@ void backward_owner(const Frame& frame, int self, TileOwner& owner, const Buffer
                            owner.active_count.data()};
   const BackwardTarget target{owner.record_grad.data(), owner.slot_grad.data(), owner.slot_begin.data()};
   const int64_t most = owner.active_bucket.size();
-  if (depth) launch_backward<true>(blend_input(frame, self, entry), back, target, most, self);
-  else launch_backward<false>(blend_input(frame, self, entry), back, target, most, self);
+  if (depth)
+    launch_backward<true>(blend_input(frame, self, entry), back, target, most, self);
+  else
+    launch_backward<false>(blend_input(frame, self, entry), back, target, most, self);
 }
 
 }  // namespace
@@ -459,8 +476,10 @@ void backward_owner(const Frame& frame, int self, TileOwner& owner, const Buffer
 void blend(Frame& frame) {
   for_each_shard("blend", [&](const Shard& shard) {
     TileOwner& owner = frame.owners[static_cast<size_t>(shard.index)];
-    if (owner.entry.data()) blend_owner(frame, shard.index, owner, owner.entry);
-    else blend_owner(frame, shard.index, owner, owner.entry_record);
+    if (owner.entry.data())
+      blend_owner(frame, shard.index, owner, owner.entry);
+    else
+      blend_owner(frame, shard.index, owner, owner.entry_record);
   });
 }
 
@@ -472,8 +491,8 @@ void assemble_images(Frame& frame, const std::vector<ImagePointers>& images) {
     const float* background = frame.settings.background;
     assemble_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0, shard_stream(shard.index)>>>(
         frame.constants[static_cast<size_t>(shard.index)].views.data(), static_cast<int>(frame.views.size()),
-        owner.tiles.begin, owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0], background[1],
-        background[2]);
+        owner.tiles.begin, owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0],
+        background[1], background[2]);
     KERNEL_CHECK("assemble", shard.index, owner.tiles.size());
     if (!frame.settings.wanted_backward) owner.pixels = Buffer<float>();
   };
@@ -483,7 +502,8 @@ void assemble_images(Frame& frame, const std::vector<ImagePointers>& images) {
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   std::vector<Buffer<float4>> grad(frame.owners.size());
   std::vector<Buffer<float>> behind(frame.owners.size());
-  const bool depth = std::any_of(grads.begin(), grads.end(), [](const ImageGradPointers& g) { return g.depth; });
+  const bool depth =
+      std::any_of(grads.begin(), grads.end(), [](const ImageGradPointers& g) { return g.depth; });
   const auto scatter = [&](const Shard& shard) {
     const size_t self = static_cast<size_t>(shard.index);
     const TileOwner& owner = frame.owners[self];
@@ -495,16 +515,18 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
     const float* background = frame.settings.background;
     scatter_kernel<<<static_cast<unsigned>(tiles), kThreads, 0, shard_stream(shard.index)>>>(
         frame.constants[self].views.data(), static_cast<int>(frame.views.size()), owner.tiles.begin,
-        owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0], background[1], background[2],
-        grad[self].data(), behind[self].data());
+        owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0], background[1],
+        background[2], grad[self].data(), behind[self].data());
     KERNEL_CHECK("scatter", shard.index, tiles);
   };
   for_each_shard("scatter", scatter, Access::kExchange);
   for_each_shard("blend_backward", [&](const Shard& shard) {
     const size_t self = static_cast<size_t>(shard.index);
     TileOwner& owner = frame.owners[self];
-    if (frame.settings.deterministic) backward_owner(frame, shard.index, owner, owner.entry, grad[self], behind[self], depth);
-    else backward_owner(frame, shard.index, owner, owner.entry_record, grad[self], behind[self], depth);
+    if (frame.settings.deterministic)
+      backward_owner(frame, shard.index, owner, owner.entry, grad[self], behind[self], depth);
+    else
+      backward_owner(frame, shard.index, owner, owner.entry_record, grad[self], behind[self], depth);
   });
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// exchange.cu: records to the owners of their tiles and gradients back: one contiguous copy per pair of shards each way.
-// On a mesh of one shard nothing moves. All sizes are known from the read-back of stage "project".
+// exchange.cu: records to the owners of their tiles and gradients back: one contiguous copy per pair of
+// shards each way. On a mesh of one shard nothing moves. All sizes are known from the read-back of stage
+// "project".
 #include "splat/exchange.h"
 
 #include <limits>
@@ -36,8 +37,8 @@ struct ParcelTarget {
 
 // offset: the running sum of `count` above; a parcel's records keep their order.
 __global__ void __launch_bounds__(kThreads)
-    pack_kernel(const Record* record, const uint32_t* owner_mask, int64_t records, int owners, const int64_t* offset,
-                const __grid_constant__ ParcelTarget out) {
+    pack_kernel(const Record* record, const uint32_t* owner_mask, int64_t records, int owners,
+                const int64_t* offset, const __grid_constant__ ParcelTarget out) {
   __shared__ int warp_count[kWarps];
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -79,15 +80,16 @@ void pack(Frame& frame, int home) {
   count_parcels_kernel<<<blocks, kThreads, 0, stream>>>(in.owner_mask.data(), in.count, owners, count.data());
   KERNEL_CHECK("pack", home, in.count);
   exclusive_sum(count.data(), offset.data(), count.size(), home);
-  pack_kernel<<<blocks, kThreads, 0, stream>>>(in.record.data(), in.owner_mask.data(), in.count, owners, offset.data(),
-                                               target);
+  pack_kernel<<<blocks, kThreads, 0, stream>>>(in.record.data(), in.owner_mask.data(), in.count, owners,
+                                               offset.data(), target);
   KERNEL_CHECK("pack", home, in.count);
 }
 
 // ---- pull, at the owner
 
 // view_begin: [views + 1], of one parcel.
-__global__ void __launch_bounds__(kThreads) fill_views_kernel(const int64_t* view_begin, int views, int64_t count, int32_t* view) {
+__global__ void __launch_bounds__(kThreads)
+    fill_views_kernel(const int64_t* view_begin, int views, int64_t count, int32_t* view) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   int v = 0;
@@ -104,12 +106,13 @@ void pull(Frame& frame, int self) {
   for (size_t home = 0; home < frame.parcels.size(); ++home) {
     const Parcel& parcel = frame.parcels[home][static_cast<size_t>(self)];
     if (parcel.count == 0) continue;
-    copy_between(owner.record.data() + owner.peer_begin[home], self, parcel.record.data(), static_cast<int>(home),
-                 parcel.count * static_cast<int64_t>(sizeof(Record)));
+    copy_between(owner.record.data() + owner.peer_begin[home], self, parcel.record.data(),
+                 static_cast<int>(home), parcel.count * static_cast<int64_t>(sizeof(Record)));
     if (frame.views.size() == 1) continue;
     const Buffer<int64_t> view_begin = to_buffer(parcel.view_begin, self);
     fill_views_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
-        view_begin.data(), static_cast<int>(frame.views.size()), parcel.count, owner.view.data() + owner.peer_begin[home]);
+        view_begin.data(), static_cast<int>(frame.views.size()), parcel.count,
+        owner.view.data() + owner.peer_begin[home]);
     KERNEL_CHECK("exchange", self, parcel.count);
   }
 }
@@ -122,9 +125,10 @@ void count_received(Frame& frame) {
       owner.peer_begin.push_back(owner.peer_begin.back() + from_home[self].count);
     }
     if (owner.received() > std::numeric_limits<int32_t>::max()) {
-      throw std::runtime_error("one shard received " + std::to_string(owner.received()) +
-                               " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
-                               "cameras in one call");
+      throw std::runtime_error(
+          "one shard received " + std::to_string(owner.received()) +
+          " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
+          "cameras in one call");
     }
   }
 }
@@ -142,7 +146,8 @@ __device__ __forceinline__ void add(RecordGrad& sum, const RecordGrad& part) {
 
 // The slots of each record in list order.
 __global__ void __launch_bounds__(kThreads)
-    sum_slots_kernel(const RecordGrad* slot_grad, const int64_t* slot_begin, int64_t records, RecordGrad* record_grad) {
+    sum_slots_kernel(const RecordGrad* slot_grad, const int64_t* slot_begin, int64_t records,
+                     RecordGrad* record_grad) {
   const int64_t r = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (r >= records) return;
   RecordGrad sum{};
@@ -152,7 +157,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // A record is in a parcel once, so no two threads meet.
 __global__ void __launch_bounds__(kThreads)
-    collect_kernel(const RecordGrad* part, const int64_t* record_from_parcel, int64_t count, RecordGrad* grad) {
+    collect_kernel(const RecordGrad* part, const int64_t* record_from_parcel, int64_t count,
+                   RecordGrad* grad) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   RecordGrad* to = grad + record_from_parcel[i];
@@ -173,7 +179,8 @@ void collect(Frame& frame, int self) {
     Buffer<RecordGrad> pulled;
     if (shard_device(static_cast<int>(from)) != shard_device(self)) {
       pulled = Buffer<RecordGrad>(parcel.count, self);
-      copy_between(pulled.data(), self, part, static_cast<int>(from), parcel.count * static_cast<int64_t>(sizeof(RecordGrad)));
+      copy_between(pulled.data(), self, part, static_cast<int>(from),
+                   parcel.count * static_cast<int64_t>(sizeof(RecordGrad)));
       part = pulled.data();
     }
     collect_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// kernels.h: what the .cu files of the stages share: walking a record's tiles, scans and sorts, a frame's device side.
+// kernels.h: what the .cu files of the stages share: walking a record's tiles, scans and sorts, a frame's
+// device side.
 #pragma once
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
@@ -34,10 +35,11 @@ struct OwnerEnds {
   }
 };
 
-// Calls visit(first tile, end) for each row of tiles that the record touches; tiles are counted over all views.
+// Calls visit(first tile, end) for each row of tiles that the record touches; tiles are counted over all
+// views.
 template <typename Visit>
-__device__ __forceinline__ void for_each_span(const View& view, const Record& record, const math::TileEllipse& ellipse,
-                                              const Visit& visit) {
+__device__ __forceinline__ void for_each_span(const View& view, const Record& record,
+                                              const math::TileEllipse& ellipse, const Visit& visit) {
   for (int y = record.tile_rect[1]; y < record.tile_rect[3]; ++y) {
     const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
     const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
@@ -71,7 +73,8 @@ __device__ __forceinline__ void store48(T* to, const T& value) {
   for (int i = 0; i < 3; ++i) parts[i] = both.part[i];
 }
 
-// A product that the compiler must round: it cannot be fused into a sum, here in one way and there in another.
+// A product that the compiler must round: it cannot be fused into a sum, here in one way and there in
+// another.
 __device__ __forceinline__ void round_now(float& x) { asm("" : "+f"(x)); }
 
 // ---- scans and sorts on a shard's stream
@@ -81,8 +84,8 @@ inline void exclusive_sum(const int32_t* count, int64_t* offset, int64_t items, 
   if (items == 0) return;
   size_t bytes = 0;
   const auto scan = [&](void* scratch) {
-    CUDA_CHECK(cub::DeviceScan::ExclusiveScan(scratch, bytes, count, offset, ::cuda::std::plus<>{}, int64_t{0}, items,
-                                              shard_stream(shard)));
+    CUDA_CHECK(cub::DeviceScan::ExclusiveScan(scratch, bytes, count, offset, ::cuda::std::plus<>{},
+                                              int64_t{0}, items, shard_stream(shard)));
   };
   scan(nullptr);
   Buffer<char> scratch(static_cast<int64_t>(bytes), shard);
@@ -100,7 +103,8 @@ void sort_pairs(Buffer<Key>& key, Buffer<Value>& value, int bits, int shard) {
   cub::DoubleBuffer<Value> values(value.data(), other_value.data());
   size_t bytes = 0;
   const auto sort = [&](void* scratch) {
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, values, items, 0, bits, shard_stream(shard)));
+    CUDA_CHECK(
+        cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, values, items, 0, bits, shard_stream(shard)));
   };
   sort(nullptr);
   Buffer<char> scratch(static_cast<int64_t>(bytes), shard);
@@ -120,7 +124,8 @@ AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int
 inline OwnerEnds owner_ends(const Frame& frame) {
   OwnerEnds ends{};
   ends.count = static_cast<int>(frame.owners.size());
-  for (int owner = 0; owner < ends.count; ++owner) ends.end[owner] = frame.owners[static_cast<size_t>(owner)].tiles.end;
+  for (int owner = 0; owner < ends.count; ++owner)
+    ends.end[owner] = frame.owners[static_cast<size_t>(owner)].tiles.end;
   return ends;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pipeline_cuda.cpp: the stages in their order on GPUs. Tiles are assigned first, so that stage "project" can count what
-// goes to whom: its read-back is the only one of a render.
+// pipeline_cuda.cpp: the stages in their order on GPUs. Tiles are assigned first, so that stage "project" can
+// count what goes to whom: its read-back is the only one of a render.
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +16,8 @@ namespace mgpu::splat {
 
 namespace {
 
-// With MGPU_STAGE_TIMES=1 the host waits around each stage and frame.times is the GPUs' time; else it is the host's.
+// With MGPU_STAGE_TIMES=1 the host waits around each stage and frame.times is the GPUs' time; else it is the
+// host's.
 bool times_stages() {
   static const bool wanted = [] {
     const char* value = std::getenv("MGPU_STAGE_TIMES");
@@ -31,7 +32,8 @@ void timed(Frame& frame, const char* stage, const Work& work) {
   const auto start = std::chrono::steady_clock::now();
   work();
   if (times_stages()) synchronise_shards();
-  frame.times.push_back({stage, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
+  frame.times.push_back(
+      {stage, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
 }
 
 }  // namespace

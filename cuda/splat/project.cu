@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // project.cu: rows to records and back. Formulas: math/gaussian.h, math/sh.h.
 //
-// Two passes, so that the records come out ordered without a temporary of N records: the first reads the geometry of all
-// rows and leaves one bit a row and view; the second works on full warps of visible rows only. Floor: 44 N + 248 V bytes
-// read, 48 V written. The buffers are sized from the frame before; a frame that needs more is done again.
+// Two passes, so that the records come out ordered without a temporary of N records: the first reads the
+// geometry of all rows and leaves one bit a row and view; the second works on full warps of visible rows
+// only. Floor: 44 N + 248 V bytes read, 48 V written. The buffers are sized from the frame before; a frame
+// that needs more is done again.
 #include "splat/project.h"
 
 #include <algorithm>
@@ -34,8 +35,8 @@ struct RowSource {
   __device__ const AdamState* state_or_null() const { return replays ? &state : nullptr; }
   __device__ const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }
   __device__ void load_geometry(int64_t row, RowValues& values) const {
-    replay_geometry(columns, state_or_null(), history_or_null(), row, values.mean, values.quat, values.log_scale,
-                    values.opacity_logit);
+    replay_geometry(columns, state_or_null(), history_or_null(), row, values.mean, values.quat,
+                    values.log_scale, values.opacity_logit);
   }
   __device__ bool project(const View& view, const RowValues& values, math::Projected& out) const {
     return math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---- between: bits to lists of (row, view), ordered by (view, row)
 
 __global__ void __launch_bounds__(kThreads)
-    list_kernel(const uint32_t* bits, const int64_t* offset, int64_t blocks_a_view, int views, int64_t first_row,
-                int64_t capacity, int64_t* row, int32_t* view, int64_t* view_begin) {
+    list_kernel(const uint32_t* bits, const int64_t* offset, int64_t blocks_a_view, int views,
+                int64_t first_row, int64_t capacity, int64_t* row, int32_t* view, int64_t* view_begin) {
   const int64_t block = blockIdx.x;
   const int v = static_cast<int>(block / blocks_a_view);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -135,8 +136,9 @@ __global__ void __launch_bounds__(kStageThreads)
   const int64_t row = i < total && i < out.capacity ? out.row[i] : -1;
   ShStage rest(shared, 3 * in.columns.sh_rest, false);
   if constexpr (kDegree > 0) {
-    rest.fetch_replayed<3 * ((kDegree + 1) * (kDegree + 1) - 1)>(in.columns, in.state_or_null(), in.history_or_null(), row,
-                                                                 in.replays && row >= 0 ? in.state.last_step[row] : 0);
+    rest.fetch_replayed<3 * ((kDegree + 1) * (kDegree + 1) - 1)>(
+        in.columns, in.state_or_null(), in.history_or_null(), row,
+        in.replays && row >= 0 ? in.state.last_step[row] : 0);
   }
   if (row >= 0) {
     const int v = out.view[i];
@@ -146,7 +148,8 @@ __global__ void __launch_bounds__(kStageThreads)
     if (make_record<kDegree>(in, row, view, rest, record)) {
       store48(out.record + i, record);
       math::TileEllipse ellipse;
-      if (out.owners.count > 0 && math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
+      if (out.owners.count > 0 &&
+          math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
         int64_t count = 0;
         int owner = 0;
         for_each_span(view, record, ellipse, [&](int64_t begin, int64_t end) {
@@ -188,14 +191,23 @@ __global__ void __launch_bounds__(kStageThreads)
 void launch_record_kernel(const RowSource& in, const RecordTarget& out, cudaStream_t stream) {
   const size_t shared = ShStage::shared_bytes(3 * in.columns.sh_rest, false);
   const auto launch = [&](auto kernel) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
     kernel<<<blocks_for(out.capacity, kStageThreads), kStageThreads, shared, stream>>>(in, out);
   };
   switch (in.settings.sh_degree) {
-    case 0: launch(record_kernel<0>); break;
-    case 1: launch(record_kernel<1>); break;
-    case 2: launch(record_kernel<2>); break;
-    default: launch(record_kernel<3>); break;
+    case 0:
+      launch(record_kernel<0>);
+      break;
+    case 1:
+      launch(record_kernel<1>);
+      break;
+    case 2:
+      launch(record_kernel<2>);
+      break;
+    default:
+      launch(record_kernel<3>);
+      break;
   }
 }
 
@@ -276,8 +288,9 @@ class ShardProjection {
     exclusive_sum(block_count_.data(), offset_.data(), items + 1, shard_);
     const cudaStream_t stream = shard_stream(shard_);
     list_kernel<<<static_cast<unsigned>(items), kThreads, 0, stream>>>(
-        bits_.data(), offset_.data(), blocks_, static_cast<int>(views_), frame_.homes[static_cast<size_t>(shard_)].begin,
-        room_, out.row.data(), out.view.data(), device_counts_.data());
+        bits_.data(), offset_.data(), blocks_, static_cast<int>(views_),
+        frame_.homes[static_cast<size_t>(shard_)].begin, room_, out.row.data(), out.view.data(),
+        device_counts_.data());
     KERNEL_CHECK("project", shard_, rows());
 
     auto* counters = reinterpret_cast<unsigned long long*>(device_counts_.data());
@@ -351,7 +364,8 @@ class ShardProjection {
         }
       }
       parcel.count = parcel.view_begin.back();
-      frame_.owners[static_cast<size_t>(owner)].pairs += counts_[static_cast<size_t>(views_ + 1 + owners_ * views_ + owner)];
+      frame_.owners[static_cast<size_t>(owner)].pairs +=
+          counts_[static_cast<size_t>(views_ + 1 + owners_ * views_ + owner)];
     }
   }
 
@@ -385,7 +399,8 @@ __device__ __forceinline__ void add_to(float* column, int64_t row, int width, co
 
 template <int kDegree>
 __global__ void __launch_bounds__(kThreads)
-    project_backward_kernel(const __grid_constant__ RowSource in, const __grid_constant__ GradTarget out, int v) {
+    project_backward_kernel(const __grid_constant__ RowSource in, const __grid_constant__ GradTarget out,
+                            int v) {
   constexpr int kCount = (kDegree + 1) * (kDegree + 1);
   const int64_t r = out.records.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
   float dL_dview[12] = {};
@@ -398,7 +413,8 @@ __global__ void __launch_bounds__(kThreads)
     settings.sh_degree = kDegree;  // a constant, so that the arrays stay in registers
     float dL_dmean[3] = {}, dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh[3 * kCount] = {};
     const RecordGrad grad = load48(out.grad + r);
-    record_backward(in.views[v], settings, values, grad, dL_dmean, dL_dquat, dL_dlog_scale, dL_dlogit, dL_dsh, dL_dview);
+    record_backward(in.views[v], settings, values, grad, dL_dmean, dL_dquat, dL_dlog_scale, dL_dlogit, dL_dsh,
+                    dL_dview);
     if (out.with_columns) {
       add_to(out.columns.means, row, 3, dL_dmean);
       add_to(out.columns.quats, row, 4, dL_dquat);
@@ -427,7 +443,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // sums[i] = sum over blocks of part[block, i], i < 12; one block of threads, always in the same order.
-__global__ void __launch_bounds__(kThreads) sum_views_kernel(const double* part, int64_t blocks, double* sums) {
+__global__ void __launch_bounds__(kThreads)
+    sum_views_kernel(const double* part, int64_t blocks, double* sums) {
   __shared__ double partial[kThreads];
   for (int i = 0; i < 12; ++i) {
     double sum = 0.0;
@@ -444,12 +461,21 @@ __global__ void __launch_bounds__(kThreads) sum_views_kernel(const double* part,
 }
 
 template <typename... Arguments>
-void launch_project_backward_kernel(int degree, unsigned blocks, cudaStream_t stream, const Arguments&... arguments) {
+void launch_project_backward_kernel(int degree, unsigned blocks, cudaStream_t stream,
+                                    const Arguments&... arguments) {
   switch (degree) {
-    case 0: project_backward_kernel<0><<<blocks, kThreads, 0, stream>>>(arguments...); break;
-    case 1: project_backward_kernel<1><<<blocks, kThreads, 0, stream>>>(arguments...); break;
-    case 2: project_backward_kernel<2><<<blocks, kThreads, 0, stream>>>(arguments...); break;
-    default: project_backward_kernel<3><<<blocks, kThreads, 0, stream>>>(arguments...); break;
+    case 0:
+      project_backward_kernel<0><<<blocks, kThreads, 0, stream>>>(arguments...);
+      break;
+    case 1:
+      project_backward_kernel<1><<<blocks, kThreads, 0, stream>>>(arguments...);
+      break;
+    case 2:
+      project_backward_kernel<2><<<blocks, kThreads, 0, stream>>>(arguments...);
+      break;
+    default:
+      project_backward_kernel<3><<<blocks, kThreads, 0, stream>>>(arguments...);
+      break;
   }
 }
 
@@ -542,14 +568,15 @@ void project_backward(const Frame& frame, const ColumnGrads* columns, double* dL
       zero(view_sums);
     }
     for (int64_t v = 0; v < views; ++v) {  // in turn: a row seen twice gets its sums in the order of views
-      const RowRange records{in.view_begin[static_cast<size_t>(v)], in.view_begin[static_cast<size_t>(v + 1)]};
+      const RowRange records{in.view_begin[static_cast<size_t>(v)],
+                             in.view_begin[static_cast<size_t>(v + 1)]};
       if (records.empty()) continue;
       const unsigned blocks = blocks_for(records.size(), kThreads);
       Buffer<double> part(dL_dviewmat ? int64_t{blocks} * 12 : 0, shard.index);
-      const GradTarget target{in.row.data(), in.grad.data(), records, columns ? *columns : ColumnGrads{},
+      const GradTarget target{in.row.data(),      in.grad.data(), records, columns ? *columns : ColumnGrads{},
                               columns != nullptr, part.data()};
-      launch_project_backward_kernel(frame.settings.sh_degree, blocks, stream, row_source(frame, shard.index), target,
-                                     static_cast<int>(v));
+      launch_project_backward_kernel(frame.settings.sh_degree, blocks, stream, row_source(frame, shard.index),
+                                     target, static_cast<int>(v));
       KERNEL_CHECK("project_backward", shard.index, records.size());
       if (!dL_dviewmat) continue;
       sum_views_kernel<<<1, kThreads, 0, stream>>>(part.data(), blocks, view_sums.data() + v * 12);

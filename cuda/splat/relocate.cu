@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// relocate.cu: densification of 3DGS-MCMC on GPUs. Its lists of rows are the host's (a few per cent of the table, every
-// hundredth step); the rows themselves never leave the GPUs.
+// relocate.cu: densification of 3DGS-MCMC on GPUs. Its lists of rows are the host's (a few per cent of the
+// table, every hundredth step); the rows themselves never leave the GPUs.
 #include "splat/relocate.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int64_t kRowsPerPiece = 4096;    // of the sums that sampling searches
+constexpr int64_t kRowsPerPiece = 4096;      // of the sums that sampling searches
 constexpr float kWeightScale = 16777216.0f;  // 2^24
 
 __device__ bool alive(const SplatColumns& columns, int64_t row, float min_opacity) {
@@ -38,7 +38,8 @@ __device__ uint64_t weight(const SplatColumns& columns, int64_t row, float min_o
 
 std::vector<RowRange> homes_of(int64_t rows) {
   std::vector<RowRange> homes;
-  for (int shard = 0; shard < mesh().size(); ++shard) homes.push_back(equal_chunk(rows, shard, mesh().size()));
+  for (int shard = 0; shard < mesh().size(); ++shard)
+    homes.push_back(equal_chunk(rows, shard, mesh().size()));
   return homes;
 }
 
@@ -52,7 +53,8 @@ RowRange positions_in(const std::vector<int64_t>& list, RowRange range) {
 void check_rows(const char* name, const std::vector<int64_t>& rows, int64_t num_rows) {
   const bool ascending = std::is_sorted(rows.begin(), rows.end());
   if (!ascending || (!rows.empty() && (rows.front() < 0 || rows.back() >= num_rows))) {
-    throw std::invalid_argument(std::string(name) + " must ascend and lie in [0, " + std::to_string(num_rows) + ").");
+    throw std::invalid_argument(std::string(name) + " must ascend and lie in [0, " +
+                                std::to_string(num_rows) + ").");
   }
 }
 
@@ -67,7 +69,8 @@ Buffer<int64_t> upload_part(const std::vector<int64_t>& list, RowRange part, int
 
 // flags of 256 rows a block as bits, and their count.
 __global__ void __launch_bounds__(kThreads)
-    mark_dead_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity, uint32_t* bits, int32_t* count) {
+    mark_dead_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity,
+                     uint32_t* bits, int32_t* count) {
   const int64_t row = rows.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const bool dead = row < rows.end && !alive(columns, row, min_opacity);
   const unsigned word = __ballot_sync(kAllLanes, dead);
@@ -90,7 +93,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---- samples
 
 __global__ void __launch_bounds__(kThreads)
-    sum_pieces_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity, uint64_t* sum_of_piece) {
+    sum_pieces_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity,
+                      uint64_t* sum_of_piece) {
   __shared__ unsigned long long sum;
   if (threadIdx.x == 0) sum = 0;
   __syncthreads();
@@ -104,7 +108,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) sum_of_piece[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) draw_kernel(uint64_t seed, int64_t step, uint64_t total, int64_t count, uint64_t* target, int32_t* unused) {
+__global__ void __launch_bounds__(kThreads) draw_kernel(uint64_t seed, int64_t step, uint64_t total,
+                                                        int64_t count, uint64_t* target, int32_t* unused) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const math::Random4 random = math::draw(seed, math::Stream::kSample, step, i);
@@ -116,16 +121,19 @@ __device__ int64_t lower_bound(const uint64_t* values, int64_t count, uint64_t w
   int64_t low = 0, high = count;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
-    if (values[middle] < wanted) low = middle + 1;
-    else high = middle;
+    if (values[middle] < wanted)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low;
 }
 
-// One block a piece of rows: the targets (ascending) that fall into it find their rows. weight_before: of all pieces before.
+// One block a piece of rows: the targets (ascending) that fall into it find their rows. weight_before: of all
+// pieces before.
 __global__ void __launch_bounds__(kThreads)
-    pick_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity, const uint64_t* weight_before,
-                const uint64_t* target, int64_t count, int64_t* sampled) {
+    pick_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity,
+                const uint64_t* weight_before, const uint64_t* target, int64_t count, int64_t* sampled) {
   using Scan = cub::BlockScan<uint64_t, kThreads>;
   __shared__ typename Scan::TempStorage scratch;
   __shared__ uint64_t end_of_row[kThreads];  // running sum of weights up to and with the row
@@ -140,7 +148,8 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const int64_t stop = lower_bound(target, count, before + sum);
     for (int64_t i = next + threadIdx.x; i < stop; i += kThreads) {
-      sampled[i] = part + lower_bound(end_of_row, kThreads, target[i] + 1);  // the first row whose end is beyond the target
+      sampled[i] = part + lower_bound(end_of_row, kThreads,
+                                      target[i] + 1);  // the first row whose end is beyond the target
     }
     next = stop;
     before += sum;
@@ -163,14 +172,17 @@ __device__ void reset_moments(const SplatColumns& columns, const AdamState& stat
 
 // source: distinct rows. copies: how often each is copied.
 __global__ void __launch_bounds__(kThreads)
-    split_sources_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state, bool with_state,
-                         const int64_t* source, const int64_t* copies, int64_t count, float min_opacity, int64_t now) {
+    split_sources_kernel(const __grid_constant__ SplatColumns columns,
+                         const __grid_constant__ AdamState state, bool with_state, const int64_t* source,
+                         const int64_t* copies, int64_t count, float min_opacity, int64_t now) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const int64_t row = source[i];
   const math::Relocated split = math::relocate(math::sigmoid(columns.opacities[row]), copies[i] + 1);
   const float most = 1.0f - 0x1p-23f;
-  const float opacity = split.opacity < min_opacity ? min_opacity : split.opacity > most ? most : split.opacity;
+  const float opacity = split.opacity < min_opacity ? min_opacity
+                        : split.opacity > most      ? most
+                                                    : split.opacity;
   columns.opacities[row] = std::log(opacity / (1.0f - opacity));
   for (int axis = 0; axis < 3; ++axis) columns.scales[3 * row + axis] += std::log(split.scale_ratio);
   if (with_state) reset_moments(columns, state, row, now);
@@ -178,13 +190,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // A warp a copy: destination[i] becomes source[i], which may lie on another GPU.
 __global__ void __launch_bounds__(kThreads)
-    copy_rows_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state, bool with_state,
-                     const int64_t* source, const int64_t* destination, int64_t count, int64_t now) {
+    copy_rows_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state,
+                     bool with_state, const int64_t* source, const int64_t* destination, int64_t count,
+                     int64_t now) {
   const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   if (i >= count) return;
   const int64_t from = source[i], to = destination[i];
-  float* const data[kColumns] = {columns.means, columns.quats, columns.scales, columns.opacities, columns.sh0, columns.shN};
+  float* const data[kColumns] = {columns.means,     columns.quats, columns.scales,
+                                 columns.opacities, columns.sh0,   columns.shN};
   const int size[kColumns] = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
   for (int column = 0; column < kColumns; ++column) {
     for (int k = lane; k < size[column]; k += kWarp) {
@@ -199,8 +213,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    reset_rows_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state, const int64_t* row,
-                      int64_t count, int64_t now) {
+    reset_rows_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state,
+                      const int64_t* row, int64_t count, int64_t now) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i < count) reset_moments(columns, state, row[i], now);
 }
@@ -252,11 +266,13 @@ std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
   return all;
 }
 
-std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed, int64_t step) {
+std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed,
+                                 int64_t step) {
   JoinedOperator joined;
   const std::vector<RowRange> homes = homes_of(columns.num_rows);
   const size_t shards = homes.size();
-  std::vector<std::vector<uint64_t>> weight_before(shards);  // by shard and piece: the sum of all pieces before
+  std::vector<std::vector<uint64_t>> weight_before(
+      shards);  // by shard and piece: the sum of all pieces before
   std::vector<Buffer<uint64_t>> sums(shards);
   ReadBack piece_sums;
   for_each_shard("sample sums", [&](const Shard& shard) {
@@ -265,8 +281,8 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
     if (pieces == 0) return;
     weight_before[index].resize(static_cast<size_t>(pieces));
     sums[index] = Buffer<uint64_t>(pieces, shard.index);
-    sum_pieces_kernel<<<static_cast<unsigned>(pieces), kThreads, 0, shard_stream(shard.index)>>>(columns, homes[index], min_opacity,
-                                                                                               sums[index].data());
+    sum_pieces_kernel<<<static_cast<unsigned>(pieces), kThreads, 0, shard_stream(shard.index)>>>(
+        columns, homes[index], min_opacity, sums[index].data());
     KERNEL_CHECK("sample sums", shard.index, homes[index].size());
     piece_sums.add(weight_before[index].data(), sums[index].data(), pieces, shard.index);
   });
@@ -287,14 +303,16 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
     const cudaStream_t stream = shard_stream(shard.index);
     Buffer<uint64_t> target(count, shard.index);
     Buffer<int32_t> unused(count, shard.index);
-    draw_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream>>>(seed, step, total, count, target.data(), unused.data());
+    draw_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream>>>(seed, step, total, count, target.data(),
+                                                                      unused.data());
     KERNEL_CHECK("sample pick", shard.index, count);
     sort_pairs(target, unused, std::bit_width(total), shard.index);
     const Buffer<uint64_t> before = to_buffer(weight_before[index], shard.index);
     sampled[index] = Buffer<int64_t>(count, shard.index);
-    CUDA_CHECK(cudaMemsetAsync(sampled[index].data(), 0xff, static_cast<size_t>(count) * sizeof(int64_t), stream));  // -1: not here
-    pick_kernel<<<static_cast<unsigned>(before.size()), kThreads, 0, stream>>>(columns, homes[index], min_opacity, before.data(),
-                                                                               target.data(), count, sampled[index].data());
+    CUDA_CHECK(cudaMemsetAsync(sampled[index].data(), 0xff, static_cast<size_t>(count) * sizeof(int64_t),
+                               stream));  // -1: not here
+    pick_kernel<<<static_cast<unsigned>(before.size()), kThreads, 0, stream>>>(
+        columns, homes[index], min_opacity, before.data(), target.data(), count, sampled[index].data());
     KERNEL_CHECK("sample pick", shard.index, count);
     parts[index].resize(static_cast<size_t>(count));
     lists.add(parts[index].data(), sampled[index].data(), count, shard.index);
@@ -331,7 +349,8 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
   for_each_shard("relocate sources", [&](const Shard& shard) {
     const RowRange mine = positions_in(distinct, homes[static_cast<size_t>(shard.index)]);
     if (mine.empty()) return;
-    const Buffer<int64_t> rows = upload_part(distinct, mine, shard.index), times = upload_part(copies, mine, shard.index);
+    const Buffer<int64_t> rows = upload_part(distinct, mine, shard.index),
+                          times = upload_part(copies, mine, shard.index);
     split_sources_kernel<<<blocks_for(mine.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
         columns, moments, state != nullptr, rows.data(), times.data(), mine.size(), min_opacity, now);
     KERNEL_CHECK("relocate sources", shard.index, mine.size());
@@ -339,7 +358,8 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
   const auto copy = [&](const Shard& shard) {
     const RowRange mine = positions_in(destination, homes[static_cast<size_t>(shard.index)]);
     if (mine.empty()) return;
-    const Buffer<int64_t> from = upload_part(source, mine, shard.index), to = upload_part(destination, mine, shard.index);
+    const Buffer<int64_t> from = upload_part(source, mine, shard.index),
+                          to = upload_part(destination, mine, shard.index);
     copy_rows_kernel<<<blocks_for(mine.size() * kWarp, kThreads), kThreads, 0, shard_stream(shard.index)>>>(
         columns, moments, state != nullptr, from.data(), to.data(), mine.size(), now);
     KERNEL_CHECK("relocate copies", shard.index, mine.size());
@@ -347,7 +367,8 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
   for_each_shard("relocate copies", copy, Access::kExchange);
 }
 
-void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows, int64_t now) {
+void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows,
+                int64_t now) {
   check_rows("rows", rows, columns.num_rows);
   JoinedOperator joined;
   const std::vector<RowRange> homes = homes_of(columns.num_rows);
@@ -355,8 +376,8 @@ void reset_rows(const SplatColumns& columns, const AdamState& state, const std::
     const RowRange mine = positions_in(rows, homes[static_cast<size_t>(shard.index)]);
     if (mine.empty()) return;
     const Buffer<int64_t> list = upload_part(rows, mine, shard.index);
-    reset_rows_kernel<<<blocks_for(mine.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(columns, state, list.data(),
-                                                                                                    mine.size(), now);
+    reset_rows_kernel<<<blocks_for(mine.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
+        columns, state, list.data(), mine.size(), now);
     KERNEL_CHECK("reset rows", shard.index, mine.size());
   });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sh_stage.h: the higher SH coefficients of a warp's 32 rows in shared memory. A row has 45 of them, so a thread that
-// reads its own row touches one sector a load; a warp that reads row by row touches whole ones.
+// sh_stage.h: the higher SH coefficients of a warp's 32 rows in shared memory. A row has 45 of them, so a
+// thread that reads its own row touches one sector a load; a warp that reads row by row touches whole ones.
 #pragma once
 #include <cuda_pipeline_primitives.h>
 
@@ -41,11 +41,11 @@ class ShStage {
     __syncwarp();
   }
 
-  // By all lanes, without moments in the stage: the first kWanted floats of each row, as they are after the steps that it
-  // missed since `last`. The loads of several rows are on their way together.
+  // By all lanes, without moments in the stage: the first kWanted floats of each row, as they are after the
+  // steps that it missed since `last`. The loads of several rows are on their way together.
   template <int kWanted>
-  __device__ void fetch_replayed(const SplatColumns& columns, const AdamState* state, const AdamHistory* history, int64_t row,
-                                 int64_t last) {
+  __device__ void fetch_replayed(const SplatColumns& columns, const AdamState* state,
+                                 const AdamHistory* history, int64_t row, int64_t last) {
     constexpr int kBatch = 4, kPieces = (kWanted + kWarp - 1) / kWarp;
     for (int first = 0; first < kWarp; first += kBatch) {
       float value[kBatch][kPieces], m[kBatch][kPieces], v[kBatch][kPieces];
@@ -63,7 +63,8 @@ class ShStage {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int64_t missed_after = __shfl_sync(kAllLanes, last, first + b);
-        const bool missed_any = state && __shfl_sync(kAllLanes, row, first + b) >= 0 && missed_after < history->now;
+        const bool missed_any =
+            state && __shfl_sync(kAllLanes, row, first + b) >= 0 && missed_after < history->now;
         math::MissedSteps missed{};
         math::AdamConstants constants{};
         if (missed_any) {
@@ -74,7 +75,8 @@ class ShStage {
         for (int piece = 0; piece < kPieces; ++piece) {
           if (lane_ + piece * kWarp >= kWanted) continue;
           data_[(first + b) * stride_ + lane_ + piece * kWarp] =
-              missed_any ? math::replay_missed(constants, missed, value[b][piece], m[b][piece], v[b][piece]) : value[b][piece];
+              missed_any ? math::replay_missed(constants, missed, value[b][piece], m[b][piece], v[b][piece])
+                         : value[b][piece];
         }
       }
     }
