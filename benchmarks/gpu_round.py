@@ -4,7 +4,7 @@
     python benchmarks/gpu_round.py FOLDER [STEP ...]
 
 Steps, in this order unless chosen: build, smoke, device (tests on meshes of one GPU, and of all), managed, opinfo, bench.
-A step that takes too long is ended; the others go on.
+`device=0,0,0` is the step on that mesh alone. A step that takes too long is ended; the others go on.
 """
 
 from __future__ import annotations
@@ -34,60 +34,48 @@ torch.mgpu.synchronize(); print('smoke ok')
 """
 
 
-def steps(gpus: int) -> dict[str, list[tuple[str, list[str], dict[str, str], int]]]:
-    """By step: name, command, environment, seconds it may take."""
-    tests = [
-        PYTHON,
-        "-m",
-        "pytest",
-        "-q",
-        "-x" if os.environ.get("FIRST") else "-q",
-        "--timeout=120",
-        "-m",
-        "not slow",
-    ]
-    need = {"MGPU_REQUIRE_GPU": "1"}
-    all_of_them = ",".join(map(str, range(gpus)))
-    meshes = ["0,0,0", *([all_of_them] if gpus > 1 else []), "0", "0,0,0,0"]
+Run = tuple[str, list[str], dict[str, str], int]  # name, command, environment, seconds it may take
+
+
+def steps(gpus: int, step: str) -> list[Run]:
+    """The runs of one step."""
+    kind, _, mesh = step.partition("=")
+    every = ",".join(map(str, range(gpus)))
+    meshes = [mesh] if mesh else ["0,0,0", *([every] if gpus > 1 else []), "0", "0,0,0,0"]
     database = "tests/device/test_gpu.py::test_operators_give_plain_cudas_values_and_gradients"
-    device = ["tests/device", f"--deselect={database}"]
-    return {
-        "build": [
-            (f"build {flavour}", [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour", flavour], {}, 300)
-            for flavour in ("cuda", "host")
-        ],
-        "smoke": [
+    tests = [PYTHON, "-m", "pytest", "-q", "--timeout=60", "--maxfail=25", "-m", "not slow"]
+    device = [*tests, "tests/device", f"--deselect={database}"]
+    need = {"MGPU_REQUIRE_GPU": "1"}
+    if kind == "build":
+        command = [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour"]
+        return [
+            (f"build {flavour}", [*command, flavour], {}, 300)
+            for flavour in ([mesh] if mesh else ["cuda", "host"])
+        ]
+    if kind == "smoke":
+        return [
             (
                 f"smoke {mesh} {memory}",
                 [PYTHON, "-c", SMOKE],
                 {"MGPU_DEVICES": mesh, "MGPU_MEMORY": memory},
                 60,
             )
-            for mesh in dict.fromkeys(["0", all_of_them])
+            for mesh in ([mesh] if mesh else dict.fromkeys(["0", every]))
             for memory in ("vmm", "managed")
-        ],
-        "device": [
-            (f"device {mesh}", [*tests, *device], {"MGPU_DEVICES": mesh, **need}, 150) for mesh in meshes
-        ],
-        "managed": [
-            (
-                "managed 0,0,0",
-                [*tests, *device],
-                {"MGPU_DEVICES": "0,0,0", "MGPU_MEMORY": "managed", **need},
-                150,
-            )
-        ],
-        "opinfo": [("opinfo", [*tests, "-s", database], {"MGPU_DEVICES": "0,0,0", **need}, 240)],
-        "bench": [
-            (
-                f"bench {mesh}",
-                [PYTHON, "benchmarks/device.py", "--devices", mesh, "--seconds", "0.15"],
-                {},
-                90,
-            )
-            for mesh in dict.fromkeys(["0,0,0,0", all_of_them])
-        ],
-    }
+        ]
+    if kind == "device":
+        return [(f"device {mesh}", device, {"MGPU_DEVICES": mesh, **need}, 150) for mesh in meshes]
+    if kind == "managed":
+        mesh = mesh or "0,0,0"
+        return [(f"managed {mesh}", device, {"MGPU_DEVICES": mesh, "MGPU_MEMORY": "managed", **need}, 150)]
+    if kind == "opinfo":
+        options = ["--timeout=0", "-s", database]
+        return [("opinfo", [*tests, *options], {"MGPU_DEVICES": mesh or "0,0,0", **need}, 300)]
+    if kind == "bench":
+        command = [PYTHON, "benchmarks/device.py", "--seconds", "0.15", "--devices"]
+        chosen = [mesh] if mesh else list(dict.fromkeys(["0,0,0,0", every]))
+        return [(f"bench {mesh}", [*command, mesh], {}, 120) for mesh in chosen]
+    raise SystemExit(f"gpu_round: there is no step {step!r}")
 
 
 def main() -> int:
@@ -96,12 +84,12 @@ def main() -> int:
 
     folder, chosen = Path(sys.argv[1]), sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
-    plan = steps(torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
     lines: list[str] = []
     bad = 0
     with (folder / "log.txt").open("w") as log:
-        for step in chosen or plan:
-            for name, command, environment, limit in plan[step]:
+        for step in chosen or ["build", "smoke", "device", "managed", "opinfo", "bench"]:
+            for name, command, environment, limit in steps(gpus, step):
                 print(f"\n==== {name}", file=log, flush=True)
                 start = time.monotonic()
                 try:
@@ -126,9 +114,9 @@ def main() -> int:
                 lines += [f"    {test}" for test in failed[:12]]
                 if code and not failed:
                     lines += [f"    {line[:160]}" for line in output.splitlines()[-6:]]
-                if step == "bench":
+                if step.startswith("bench"):
                     lines += output.splitlines()
-                if step == "opinfo":
+                if step.startswith("opinfo"):
                     lines += [
                         line[:150]
                         for line in output.splitlines()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// allocation_host.cpp: backing kernels of the host flavour allocate with torch's CPU allocator; ours stands in front of
-// it.
+// allocation_host.cpp: backing kernels of the host flavour allocate with torch's CPU allocator; ours stands
+// in front of it.
 #include <c10/core/CPUAllocator.h>
 
 #include "backend/allocator.h"

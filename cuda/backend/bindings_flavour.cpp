@@ -14,7 +14,8 @@ namespace {
 
 // An alias for users: aliases know nothing of autograd, and torch refuses to write to such tensors.
 at::Tensor with_autograd(const at::Tensor& alias) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(alias.storage()), alias.key_set(), alias.dtype());
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(alias.storage()), alias.key_set(), alias.dtype());
   impl->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
   if (alias.is_conj()) impl->_set_conj(true);
   if (alias.is_neg()) impl->_set_neg(true);

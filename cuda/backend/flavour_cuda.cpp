@@ -156,7 +156,8 @@ bool release_others() {
 
 OperatorScope::OperatorScope(On on) {
   TORCH_CHECK(!in_forked_child(),
-              "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or let them "
+              "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, "
+              "or let them "
               "return CPU tensors and move those to mgpu in the parent.");
   launch_.emplace();
   current_stream_id();

@@ -39,8 +39,8 @@ class Arena {
   // Its shard, also while it is away in host memory.
   int16_t shard(int64_t page) const { return shard_[static_cast<size_t>(page)]; }
 
-  // Move pages [first, first + to.size()) each to a shard, or to host memory (kHostPage; it then remembers its shard).
-  // Contents stay. Throws OutOfMemory; some pages may have moved then, and the table is right.
+  // Move pages [first, first + to.size()) each to a shard, or to host memory (kHostPage; it then remembers
+  // its shard). Contents stay. Throws OutOfMemory; some pages may have moved then, and the table is right.
   void move(int64_t first, const std::vector<int16_t>& to);
 
   // True if moving so needs no copying.

@@ -24,10 +24,10 @@ namespace mgpu {
 
 namespace {
 
-constexpr int64_t kAlignment = 512;                      // as torch's CUDA allocator
-constexpr int64_t kSlabPages = 4;                        // 8 MiB a slab
+constexpr int64_t kAlignment = 512;                        // as torch's CUDA allocator
+constexpr int64_t kSlabPages = 4;                          // 8 MiB a slab
 constexpr int64_t kSplitSegmentBytes = int64_t{64} << 20;  // torch cuts smaller segments up for small tensors
-constexpr int64_t kDefaultThreshold = int64_t{1} << 20;  // below it a fork costs more than it saves
+constexpr int64_t kDefaultThreshold = int64_t{1} << 20;    // below it a fork costs more than it saves
 
 std::atomic<bool> forked_child{false};
 
@@ -144,8 +144,9 @@ class Pool {
           "return CPU tensors and move those to mgpu in the parent.");
   }
 
-  // Try; if memory is short, again without what the pool keeps, and again without what other allocators keep. `work`
-  // runs under the lock, the others' caches are given back without it: they give their segments to free().
+  // Try; if memory is short, again without what the pool keeps, and again without what other allocators keep.
+  // `work` runs under the lock, the others' caches are given back without it: they give their segments to
+  // free().
   template <typename F>
   auto with_retry(F work) {
     check_process();
@@ -170,7 +171,9 @@ class Pool {
     }
   }
 
-  OutOfMemory with_table(const OutOfMemory& error) { return OutOfMemory(std::string(error.what()) + " " + table()); }
+  OutOfMemory with_table(const OutOfMemory& error) {
+    return OutOfMemory(std::string(error.what()) + " " + table());
+  }
 
   // The live block around an address, or live_.end().
   auto around(const void* address) {
@@ -192,7 +195,8 @@ class Pool {
     return with_retry([&] { return take(bytes, owner, tensor, tag); });
   }
 
-  // A segment is asked for by torch's allocator, under a lock of its own: whose caches to give back, it knows better.
+  // A segment is asked for by torch's allocator, under a lock of its own: whose caches to give back, it knows
+  // better.
   char* allocate_segment(int64_t bytes) {
     const int64_t tag = current_tag();
     try {
@@ -299,7 +303,8 @@ class Pool {
       }
       arena.zero(old_pages, arena.mapped_pages() - old_pages);
       if (!arena.placed_by_user) {
-        // the chunks of all shards have become larger: deal the older pages again, but for those in host memory
+        // the chunks of all shards have become larger: deal the older pages again, but for those in host
+        // memory
         std::vector<int16_t> places;
         for (int64_t page = 0; page < arena.mapped_pages(); ++page)
           places.push_back(arena.place(page) == kHostPage ? kHostPage
@@ -370,11 +375,12 @@ class Pool {
     for (size_t shard = 0; shard < now.shards.size(); ++shard)
       text += " " + std::to_string(shard) + " (" + mesh()[static_cast<int>(shard)].name + ") holds " +
               gibibytes(now.shards[shard].allocated) + " in use and " +
-              gibibytes(std::max<int64_t>(0, now.shards[shard].reserved - now.shards[shard].allocated)) + " kept" +
-              (shard + 1 < now.shards.size() ? "," : ".");
+              gibibytes(std::max<int64_t>(0, now.shards[shard].reserved - now.shards[shard].allocated)) +
+              " kept" + (shard + 1 < now.shards.size() ? "," : ".");
     const std::string free = free_memory_table();
     if (!free.empty()) text += " " + free + ".";
-    return text + " Free tensors, lower the number of Gaussians or the image size, or add a shard to MGPU_DEVICES.";
+    return text +
+           " Free tensors, lower the number of Gaussians or the image size, or add a shard to MGPU_DEVICES.";
   }
 
   BlockInfo info(const void* address) {
@@ -394,7 +400,8 @@ class Pool {
     if (found == live_.end()) {
       if (const auto [base, bytes] = around_adopted(begin); base) {
         const int64_t first = (static_cast<const char*>(begin) - base) / kPageBytes;
-        return std::vector<int16_t>(static_cast<size_t>(pages_for(static_cast<const char*>(end) - base) - first), 0);
+        return std::vector<int16_t>(
+            static_cast<size_t>(pages_for(static_cast<const char*>(end) - base) - first), 0);
       }
       throw std::invalid_argument("this tensor does not lie in memory of the mgpu device");
     }
@@ -412,10 +419,10 @@ class Pool {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = around(begin);
     if (found == live_.end())
-      throw std::invalid_argument(
-          around_adopted(begin).first
-              ? "a kernel of torch made it, in memory that stays on the lead shard; clone() it, and place the clone"
-              : "this tensor does not lie in memory of the mgpu device");
+      throw std::invalid_argument(around_adopted(begin).first
+                                      ? "a kernel of torch made it, in memory that stays on the lead shard; "
+                                        "clone() it, and place the clone"
+                                      : "this tensor does not lie in memory of the mgpu device");
     Block& block = found->second;
     if (!block.arena)
       throw std::invalid_argument(
@@ -434,7 +441,8 @@ class Pool {
       for (size_t i = 0; i < pages.size();) {
         size_t end = i + 1;
         while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
-        arena.move(first + pages[i], {places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end)});
+        arena.move(first + pages[i],
+                   {places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end)});
         i = end;
       }
     } catch (...) {
@@ -467,7 +475,8 @@ class Pool {
     for (const Pending& entry : pending_)
       if (entry.block.arena) add_pages(*entry.block.arena);
     for (const Cached& kept : cached_) add_pages(*kept.arena);
-    for (const auto& [key, slabs] : slabs_) out.shards[static_cast<size_t>(key.second)].pages += slabs.pages();
+    for (const auto& [key, slabs] : slabs_)
+      out.shards[static_cast<size_t>(key.second)].pages += slabs.pages();
     for (ShardMemory& shard : out.shards) shard.reserved = shard.pages * kPageBytes;
     if (!out.shards.empty()) out.shards[0].reserved += adopted_outside_;
     add_temporaries(out.shards);
@@ -585,7 +594,8 @@ class Pool {
     const auto places_of = [&](int64_t total) {
       std::vector<int16_t> places;
       for (int64_t page = 0; page < total; ++page)
-        places.push_back(owner == kSplit ? equal_page_shard(page, total) : static_cast<int16_t>(owner >= 0 ? owner : 0));
+        places.push_back(owner == kSplit ? equal_page_shard(page, total)
+                                         : static_cast<int16_t>(owner >= 0 ? owner : 0));
       return places;
     };
     for (auto kept = cached_.rbegin(); kept != cached_.rend(); ++kept) {

@@ -44,19 +44,19 @@ void free_block(void* base) noexcept;
 // std::invalid_argument when the block was not reserved or its capacity is less.
 void grow_block(void* base, int64_t bytes);
 
-// A segment of torch's CUDA allocator: split over the shards if it is large, else on the lead shard; its pages can be
-// moved, whoever uses them. Null if there is no memory. Freed by free_block().
+// A segment of torch's CUDA allocator: split over the shards if it is large, else on the lead shard; its
+// pages can be moved, whoever uses them. Null if there is no memory. Freed by free_block().
 void* allocate_segment(int64_t bytes);
 
 // ---- the order in which streams use memory (CUDA flavour)
 //
-// A freed block is used again by the stream that it was taken on, without waiting. If other streams use it too
-// (note_use), it is kept until they have come past the point at which it was freed.
+// A freed block is used again by the stream that it was taken on, without waiting. If other streams use it
+// too (note_use), it is kept until they have come past the point at which it was freed.
 struct StreamOrder {
-  int64_t (*tag)() = nullptr;                        // names the calling thread's stream
-  void* (*mark)(int64_t stream) = nullptr;           // the point in a stream that it has been given work up to
-  bool (*passed)(void* mark, bool wait) = nullptr;   // true: it has come past, and the mark is gone
-  bool (*release_others)() = nullptr;                // give back what other allocators keep; waits for the GPUs
+  int64_t (*tag)() = nullptr;                       // names the calling thread's stream
+  void* (*mark)(int64_t stream) = nullptr;          // the point in a stream that it has been given work up to
+  bool (*passed)(void* mark, bool wait) = nullptr;  // true: it has come past, and the mark is gone
+  bool (*release_others)() = nullptr;  // give back what other allocators keep; waits for the GPUs
 };
 void set_stream_order(const StreamOrder& order);
 void note_use(const void* base, int64_t stream);
@@ -106,8 +106,8 @@ struct MemoryCounts {
 MemoryCounts memory_counts();
 void reset_peak();
 
-// Give pages that no block uses back to the system. In the CUDA flavour, waits for the GPUs, and has the other allocators
-// give back theirs.
+// Give pages that no block uses back to the system. In the CUDA flavour, waits for the GPUs, and has the
+// other allocators give back theirs.
 void empty_cache();
 
 // True in a process that was forked from one that used the pool.

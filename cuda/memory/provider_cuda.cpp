@@ -36,7 +36,8 @@ std::string pair_without_access() {
     for (const int b : mesh_gpus()) {
       int reachable = 1;
       if (a != b) CUDA_CHECK(cudaDeviceCanAccessPeer(&reachable, a, b));
-      if (!reachable) return "cuda:" + std::to_string(a) + " cannot reach the memory of cuda:" + std::to_string(b);
+      if (!reachable)
+        return "cuda:" + std::to_string(a) + " cannot reach the memory of cuda:" + std::to_string(b);
     }
   return "";
 }
@@ -76,8 +77,9 @@ std::string choose_memory(const std::string& wanted) {
                              ". Set MGPU_MEMORY=managed, or choose other GPUs in MGPU_DEVICES.");
   const bool managed = wanted == "managed" || no_vmm != "";
   if (managed && no_managed != "")
-    throw std::runtime_error((wanted == "managed" ? std::string("MGPU_MEMORY=managed is not possible: ")
-                                                  : no_vmm + ", and managed memory is not possible either: ") +
+    throw std::runtime_error((wanted == "managed"
+                                  ? std::string("MGPU_MEMORY=managed is not possible: ")
+                                  : no_vmm + ", and managed memory is not possible either: ") +
                              no_managed + ". Choose other GPUs in MGPU_DEVICES.");
   choice().managed = managed;
   choice().provider = managed ? make_managed_provider() : make_vmm_provider();

@@ -14,9 +14,9 @@ const std::vector<int>& mesh_gpus();
 // The GPU that a place lies on; -1 for kHostPage.
 int gpu_of_place(int place);
 
-// Choose the provider: `wanted` is MGPU_MEMORY ("vmm", "managed", or "" for the best that the GPUs can do). Called once
-// by init(), after set_mesh. Returns one line that says what was chosen and why. Throws std::invalid_argument if `wanted`
-// is no kind, std::runtime_error if these GPUs cannot do it.
+// Choose the provider: `wanted` is MGPU_MEMORY ("vmm", "managed", or "" for the best that the GPUs can do).
+// Called once by init(), after set_mesh. Returns one line that says what was chosen and why. Throws
+// std::invalid_argument if `wanted` is no kind, std::runtime_error if these GPUs cannot do it.
 std::string choose_memory(const std::string& wanted);
 bool memory_is_managed();
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// provider_managed_cuda.cpp: pages of CUDA's managed memory (MGPU_MEMORY=managed): for GPUs without peer access, and for
-// kernels of other libraries that prefetch tensors and read them on the host (fvdb-core, gsplat 1.6).
+// provider_managed_cuda.cpp: pages of CUDA's managed memory (MGPU_MEMORY=managed): for GPUs without peer
+// access, and for kernels of other libraries that prefetch tensors and read them on the host (fvdb-core,
+// gsplat 1.6).
 //
-// Where a page shall lie is said by advice (preferred location, accessed by all), and brought about by a prefetch. The
-// driver would let us have more than there is, and then thrash, or hang: so what is mapped is held against what is free.
+// Where a page shall lie is said by advice (preferred location, accessed by all), and brought about by a
+// prefetch. The driver would let us have more than there is, and then thrash, or hang: so what is mapped is
+// held against what is free.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -35,22 +37,25 @@ class ManagedProvider final : public PageProvider {
     size_t total = 0;
     for (const int gpu : mesh_gpus()) total += memory_of(gpu).second;
     if (bytes_of(pages) > total)
-      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) + " MiB of managed memory: the GPUs have " +
-                        std::to_string(total >> 20) + " MiB in all. Lower the capacity, or use MGPU_MEMORY=vmm.");
+      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) +
+                        " MiB of managed memory: the GPUs have " + std::to_string(total >> 20) +
+                        " MiB in all. Lower the capacity, or use MGPU_MEMORY=vmm.");
     DeviceGuard guard(mesh_gpus().front());
     void* base = nullptr;
     // a multiple of 2 MiB comes aligned to 2 MiB; nothing is resident before it is touched or prefetched
     const cudaError_t code = cudaMallocManaged(&base, bytes_of(pages), cudaMemAttachGlobal);
     if (code == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) + " MiB of managed memory: " +
-                        free_memory_table() + ".");
+      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) +
+                        " MiB of managed memory: " + free_memory_table() + ".");
     }
     check_cuda(code, "cudaMallocManaged");
     return base;
   }
 
-  void release(void* base, int64_t /*pages*/) noexcept override { cudaFree(base); }  // waits for the GPUs by itself
+  void release(void* base, int64_t /*pages*/) noexcept override {
+    cudaFree(base);
+  }  // waits for the GPUs by itself
 
   void map(void* at, int64_t pages, int place) override { send(at, pages, gpu_of_place(place)); }
   void unmap(void* /*at*/, int64_t /*pages*/) override {}  // until release(): managed memory has no holes
@@ -83,9 +88,9 @@ class ManagedProvider final : public PageProvider {
 
   static void send(void* at, int64_t pages, int gpu) {
     if (gpu >= 0 && memory_of(gpu).first < bytes_of(pages) + kSpareBytes)
-      throw OutOfMemory("mgpu could not get " + std::to_string(pages * 2) + " MiB of managed memory on cuda:" +
-                        std::to_string(gpu) + ": " + free_memory_table() + ", and " +
-                        std::to_string(kSpareBytes >> 20) + " MiB are left for others.");
+      throw OutOfMemory("mgpu could not get " + std::to_string(pages * 2) +
+                        " MiB of managed memory on cuda:" + std::to_string(gpu) + ": " + free_memory_table() +
+                        ", and " + std::to_string(kSpareBytes >> 20) + " MiB are left for others.");
     const int acting = gpu >= 0 ? gpu : mesh_gpus().front();
     DeviceGuard guard(acting);
     CUDA_CHECK(cudaMemAdvise(at, bytes_of(pages), cudaMemAdviseSetPreferredLocation, location_of(gpu)));

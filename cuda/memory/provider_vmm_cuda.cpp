@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// provider_vmm_cuda.cpp: pages by CUDA's virtual memory management. We reserve addresses, make physical memory on a
-// chosen GPU or in the host's RAM, and map it: no page faults, full bandwidth, growth without copies.
+// provider_vmm_cuda.cpp: pages by CUDA's virtual memory management. We reserve addresses, make physical
+// memory on a chosen GPU or in the host's RAM, and map it: no page faults, full bandwidth, growth without
+// copies.
 //
-// Facts of the driver that shape this file: the granule is 2 MiB; a mapping can only be taken away whole, and always
-// starts at the beginning of a handle. So bulk memory comes in handles of 64 MiB (2 MiB each would take 50 us each),
-// and when some pages of a handle move, the whole handle is replaced by up to three: before, moved, after.
+// Facts of the driver that shape this file: the granule is 2 MiB; a mapping can only be taken away whole, and
+// always starts at the beginning of a handle. So bulk memory comes in handles of 64 MiB (2 MiB each would
+// take 50 us each), and when some pages of a handle move, the whole handle is replaced by up to three:
+// before, moved, after.
 #include <cuda.h>  // types only: the functions are found through the runtime, so that no -lcuda is needed
 #include <cuda_runtime_api.h>
 
@@ -21,7 +23,7 @@ namespace mgpu {
 
 namespace {
 
-constexpr int64_t kHandlePages = 32;  // 64 MiB
+constexpr int64_t kHandlePages = 32;   // 64 MiB
 constexpr int64_t kManyPages = 512;    // 1 GiB
 constexpr int kDriverVersion = 12000;  // whose interface of the functions below is asked for
 
@@ -53,7 +55,8 @@ struct Driver {
   static void find(const char* name, F& function) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    check_cuda(cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &result), name);
+    check_cuda(cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &result),
+               name);
     if (result != cudaDriverEntryPointSuccess || !found)
       throw std::runtime_error(std::string("the GPU driver lacks ") + name +
                                "; mgpu needs driver 525 or newer, or MGPU_MEMORY=managed.");
@@ -105,7 +108,8 @@ class Physical {
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = location_of(gpu);
     check(driver().create(&handle_, bytes_of(pages), &properties, 0),
-          "get " + mebibytes(pages) + " on " + (gpu < 0 ? std::string("the host") : "cuda:" + std::to_string(gpu)));
+          "get " + mebibytes(pages) + " on " +
+              (gpu < 0 ? std::string("the host") : "cuda:" + std::to_string(gpu)));
     owned_ = true;
   }
   Physical(Physical&& other) noexcept : handle_(other.handle_), pages_(other.pages_), owned_(other.owned_) {
@@ -163,7 +167,8 @@ class VmmProvider final : public PageProvider {
  public:
   void* reserve(int64_t pages) override {
     CUdeviceptr base = 0;
-    if (driver().address_reserve(&base, bytes_of(pages), static_cast<size_t>(kPageBytes), 0, 0) != CUDA_SUCCESS)
+    if (driver().address_reserve(&base, bytes_of(pages), static_cast<size_t>(kPageBytes), 0, 0) !=
+        CUDA_SUCCESS)
       throw OutOfMemory("mgpu could not reserve " + mebibytes(pages) + " of addresses for GPUs.");
     return reinterpret_cast<void*>(base);
   }
@@ -226,7 +231,9 @@ class VmmProvider final : public PageProvider {
     }
   }
 
-  int64_t cache_bytes() const override { return INT64_MAX; }  // until somebody is short of memory, as torch does
+  int64_t cache_bytes() const override {
+    return INT64_MAX;
+  }  // until somebody is short of memory, as torch does
 
  private:
   // A mapping: one handle, whole.
@@ -238,7 +245,8 @@ class VmmProvider final : public PageProvider {
   using Extents = std::map<char*, Extent>;
 
   void put(char* at, Physical&& memory, int gpu) {
-    check(driver().map(address(at), bytes_of(memory.pages()), 0, memory.handle(), 0), "map " + mebibytes(memory.pages()));
+    check(driver().map(address(at), bytes_of(memory.pages()), 0, memory.handle(), 0),
+          "map " + mebibytes(memory.pages()));
     extents_.emplace(at, Extent{memory.pages(), memory.take(), gpu});
   }
 
@@ -252,8 +260,8 @@ class VmmProvider final : public PageProvider {
     }
   }
 
-  // Put new handles in place of an extent's: [begin, end) of it on `gpu`, what is before and after where it was.
-  // Contents are kept. If there is not enough memory, nothing has changed.
+  // Put new handles in place of an extent's: [begin, end) of it on `gpu`, what is before and after where it
+  // was. Contents are kept. If there is not enough memory, nothing has changed.
   void replace(Extents::iterator extent, char* begin, char* end, int gpu) {
     char* const old_begin = extent->first;
     const Extent old = extent->second;
@@ -268,18 +276,22 @@ class VmmProvider final : public PageProvider {
     char* const aside = scratch();
     int64_t mapped = 0;
     const auto unmap_aside = [&] {
-      for (int64_t page = 0, part = 0; page < mapped; page += parts[static_cast<size_t>(part++)].first.pages())
-        driver().unmap(address(aside + page * kPageBytes), bytes_of(parts[static_cast<size_t>(part)].first.pages()));
+      for (int64_t page = 0, part = 0; page < mapped;
+           page += parts[static_cast<size_t>(part++)].first.pages())
+        driver().unmap(address(aside + page * kPageBytes),
+                       bytes_of(parts[static_cast<size_t>(part)].first.pages()));
     };
     try {
       for (const auto& [memory, where] : parts) {
-        check(driver().map(address(aside + mapped * kPageBytes), bytes_of(memory.pages()), 0, memory.handle(), 0),
+        check(driver().map(address(aside + mapped * kPageBytes), bytes_of(memory.pages()), 0, memory.handle(),
+                           0),
               "map " + mebibytes(memory.pages()));
         mapped += memory.pages();
       }
       open_to_all(aside, old.pages);
       DeviceGuard guard(old.gpu >= 0 ? old.gpu : gpu >= 0 ? gpu : mesh_gpus().front());
-      CUDA_CHECK(cudaMemcpyAsync(aside, old_begin, bytes_of(old.pages), cudaMemcpyDefault, cudaStreamPerThread));
+      CUDA_CHECK(
+          cudaMemcpyAsync(aside, old_begin, bytes_of(old.pages), cudaMemcpyDefault, cudaStreamPerThread));
       CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));
     } catch (...) {
       unmap_aside();

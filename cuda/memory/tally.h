@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tally.h: what stages' temporaries add to the counts of the shards. On the host they are blocks of the pool, and counted
-// there; on GPUs they have pools of their own (temporaries.h).
+// tally.h: what stages' temporaries add to the counts of the shards. On the host they are blocks of the pool,
+// and counted there; on GPUs they have pools of their own (temporaries.h).
 #pragma once
 #include <vector>
 
