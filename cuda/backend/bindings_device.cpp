@@ -5,11 +5,15 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/alias.h"
+#include <chrono>
+#include <thread>
+
+#include "backend/allocator.h"
 #include "backend/generator.h"
 #include "backend/growth.h"
 #include "backend/op_table.h"
 #include "bindings.h"
+#include "memory/buffer.h"
 #include "memory/locality.h"
 #include "memory/pool.h"
 #include "mesh/fork_join.h"
@@ -26,6 +30,20 @@ void planted_violation(const at::Tensor& tensor) {
   for_each_shard("planted", [&](const Shard& shard) {
     if (shard.index == 0) *static_cast<volatile char*>(last) = 1;
   });
+}
+
+// The same for a small buffer of another shard, or of the exchange.
+void planted_buffer_violation(int owner) {
+  Buffer<char> buffer(100, owner);
+  for_each_shard("planted", [&](const Shard& shard) {
+    if (shard.index == 0) *static_cast<volatile char*>(buffer.data()) = 1;
+  });
+}
+
+// A stage that touches nothing for a while.
+void idle_stage(int milliseconds) {
+  for_each_shard("idle",
+                 [&](const Shard&) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
 }
 
 py::dict memory_stats() {
@@ -82,6 +100,8 @@ MGPU_BINDINGS(device) {
   m.def("mark_stage_threads", [] { set_thread_start_hook(&mark_stage_thread); });
   m.def("in_forked_child", &in_forked_child);
   m.def("planted_violation", &planted_violation, no_gil);
+  m.def("planted_buffer_violation", &planted_buffer_violation, no_gil);
+  m.def("idle_stage", &idle_stage, no_gil);
   m.def("set_row_split", [](const at::Tensor& tensor, const std::vector<std::pair<int64_t, int64_t>>& rows,
                             const std::string& what) {
     TORCH_CHECK_VALUE(rows.size() == static_cast<size_t>(mesh().size()),
@@ -108,9 +128,6 @@ MGPU_BINDINGS(device) {
   m.def("place", &place, no_gil);
   m.def("to_host", &to_host, no_gil);
   m.def("to_device", &to_device, no_gil);
-
-  m.def("as_host", [](const at::Tensor& tensor) { return Aliases().to_backing(tensor.detach()); });
-  m.def("from_host", [](const at::Tensor& tensor) { return Aliases().from_backing(tensor.detach()); });
 
   m.def("default_generator", [] {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator()));

@@ -48,7 +48,10 @@ const at::Generator& default_generator() {
 }
 
 at::Generator backing_generator(const at::Generator& generator) {
-  if (!generator.defined() || generator.device().type() != kDeviceType) return generator;
+  if (!generator.defined()) return generator;
+  TORCH_CHECK(generator.device().type() == kDeviceType,
+              "Expected a generator of device mgpu, and got one of ", generator.device(),
+              ". Make it with torch.Generator(device='mgpu').");
   return static_cast<MgpuGenerator*>(generator.unsafeGetGeneratorImpl())->backing;
 }
 

@@ -52,6 +52,13 @@ void check_mgpu(const at::Tensor& tensor, const char* function) {
                     " needs a tensor on device mgpu, and got one on ", tensor.device(), ".");
 }
 
+// Tensors and Python storages beside one tensor that hold a storage. A storage that Python has once seen
+// keeps a Python object, and that one a reference, for good: it does not count while nobody else holds it.
+int64_t other_holders(const c10::Storage& storage) {
+  const bool only_remembered = storage.unsafeGetStorageImpl()->pyobj_slot()->has_unique_reference();
+  return static_cast<int64_t>(storage.use_count()) - 1 - (only_remembered ? 1 : 0);
+}
+
 std::vector<int64_t> chosen_pages(const std::optional<std::vector<int64_t>>& pages, size_t count) {
   if (pages) return *pages;
   std::vector<int64_t> all(count);
@@ -103,10 +110,10 @@ void grow(const at::Tensor& tensor, int64_t rows) {
   TORCH_CHECK(row_bytes == 0 || (block.base == base && block.base != nullptr && block.capacity > 0),
               "torch.mgpu.grow: this tensor was not made by torch.mgpu.reserve(), so it has no room to grow "
               "in place.");
-  TORCH_CHECK(tensor.storage().use_count() == 1, "torch.mgpu.grow: ", tensor.storage().use_count(),
-              " tensors (or storages) share this memory. Growing one would leave the others at their old "
-              "size: drop the "
-              "views first.");
+  const int64_t others = other_holders(tensor.storage());
+  TORCH_CHECK(others == 0, "torch.mgpu.grow: ", others,
+              " other tensor(s) or storage(s) share this memory. Growing one would leave the others at their "
+              "old size: drop the views first.");
   TORCH_CHECK(rows >= tensor.size(0), "torch.mgpu.grow: the tensor has ", tensor.size(0),
               " rows and was asked for ", rows, " in total; it can only grow.");
   TORCH_CHECK(row_bytes == 0 || rows <= block.capacity / row_bytes, "torch.mgpu.grow: ", rows,

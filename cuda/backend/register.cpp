@@ -22,6 +22,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
     m.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
+  // torch would make a result of no dimensions, and the kernel behind out= would resize it with a warning
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("empty.memory_format", &ops::empty);
   m.impl("empty_strided", &ops::empty_strided);
   m.impl("resize_", &ops::resize);

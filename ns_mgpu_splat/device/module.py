@@ -417,7 +417,7 @@ def as_host(tensor: Tensor) -> Tensor:
         )
     if tensor.device.type != "mgpu":
         raise ValueError(f"torch.mgpu.as_host needs a tensor on mgpu, and got one on {tensor.device}.")
-    return _C.as_host(tensor)
+    return _C.as_backing(tensor)
 
 
 def from_host(tensor: Tensor) -> Tensor:
@@ -431,4 +431,4 @@ def from_host(tensor: Tensor) -> Tensor:
         raise ValueError(
             f"torch.mgpu.from_host needs a strided CPU tensor, and got {tensor.layout} on {tensor.device}."
         )
-    return _C.from_host(tensor)
+    return _C.from_backing(tensor)

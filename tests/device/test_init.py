@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration: when it happens, what it refuses, and in which words. Each claim runs in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ns_mgpu_splat
+from ns_mgpu_splat.device.config import MeshConfig, parse_devices
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a fresh process."""
+    import os
+
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MGPU_") or k == "MGPU_CACHE"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_init_returns_the_one_device() -> None:
+    assert ns_mgpu_splat.init() == torch.device("mgpu", 0)
+    assert torch.device("mgpu").index is None
+    assert torch.mgpu.device_count() == 1
+    assert torch.mgpu.current_device() == 0
+
+
+def test_init_again_with_the_same_devices_is_harmless() -> None:
+    shards = torch.mgpu.mesh().shards
+    assert ns_mgpu_splat.init(f"cpu:{len(shards)}") == torch.device("mgpu", 0)
+
+
+def test_init_again_with_other_devices_says_so() -> None:
+    with pytest.raises(RuntimeError, match="cannot change to 'cpu:17' in this process"):
+        ns_mgpu_splat.init("cpu:17")
+
+
+def test_import_registers_nothing_and_loads_nothing() -> None:
+    done = run(
+        "import sys, torch, ns_mgpu_splat, ns_mgpu_splat.device\n"
+        "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
+        "assert not hasattr(torch, 'mgpu') and '_mgpu' not in sys.modules\n"
+        "assert not ns_mgpu_splat.device.is_initialized()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environment_names_the_mesh() -> None:
+    code = "import ns_mgpu_splat, torch; ns_mgpu_splat.init(); print(torch.mgpu.mesh().shards)"
+    done = run(code, MGPU_DEVICES="cpu:5")
+    assert done.stdout.strip() == "('cpu:0', 'cpu:1', 'cpu:2', 'cpu:3', 'cpu:4')", done.stderr
+    if not torch.cuda.is_available():
+        done = run(code)
+        assert done.stdout.strip() == "('cpu:0',)", done.stderr
+
+
+def test_gpus_that_are_not_there_get_one_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    done = run("import ns_mgpu_splat; ns_mgpu_splat.init()", MGPU_DEVICES="0")
+    assert done.returncode != 0
+    assert "ValueError: MGPU_DEVICES is '0', but torch sees no CUDA device here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MGPU_DEVICES", "gpu:1", "MGPU_DEVICES is 'gpu:1', expected cpu:COUNT"),
+        ("MGPU_SHARD_THRESHOLD", "big", "MGPU_SHARD_THRESHOLD is 'big', expected a number of bytes"),
+        ("MGPU_CHECK_LOCALITY", "yes", "MGPU_CHECK_LOCALITY is 'yes', expected 0 or 1"),
+    ],
+)
+def test_a_bad_variable_is_named_and_nothing_is_registered(name: str, value: str, words: str) -> None:
+    done = run(
+        "import ns_mgpu_splat, torch\n"
+        "try: ns_mgpu_splat.init()\n"
+        "except ValueError as error: print(error)\n"
+        "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'",
+        **{"MGPU_DEVICES": "cpu:1", name: value},
+    )
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+
+
+def test_another_backend_in_the_same_place_is_named() -> None:
+    done = run(
+        "import torch, ns_mgpu_splat\ntorch.utils.rename_privateuse1_backend('npu')\nns_mgpu_splat.init('cpu:1')"
+    )
+    assert "RuntimeError: Another backend, 'npu', holds torch's PrivateUse1 place" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "shards"),
+    [
+        ("cpu:3", 0, ("cpu:0", "cpu:1", "cpu:2")),
+        ("cpu", 2, ("cpu:0",)),
+        (" 0, 1 ", 2, ("cuda:0", "cuda:1")),
+        ("0,0,0,0", 1, ("cuda:0",) * 4),
+        (None, 0, ("cpu:0",)),
+        ("", 2, ("cuda:0", "cuda:1")),
+    ],
+)
+def test_devices_are_read(text: str | None, gpus: int, shards: tuple[str, ...]) -> None:
+    flavour = "cuda" if shards[0].startswith("cuda") else "host"
+    assert parse_devices(text, gpus=gpus) == MeshConfig(flavour, shards)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cpu:0", "a mesh has 1 to 64 shards"),
+        ("cpu:65", "a mesh has 1 to 64 shards"),
+        ("cpu:-1", "expected cpu:COUNT"),
+        ("cuda:0", "expected cpu:COUNT"),
+        ("0,,1", "expected cpu:COUNT"),
+        ("0,2", "there is no GPU 2"),
+    ],
+)
+def test_bad_devices_get_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_devices(text, gpus=2)
+    assert "\n" not in str(caught.value)
+    assert repr(text) in str(caught.value)
