@@ -315,7 +315,7 @@ def split_members(capture: Capture, config: MgpuSplatDataParserConfig, split: st
             )
     else:
         training = max(1, min(count - 1, math.ceil(count * config.train_split_fraction)))
-        kept = {round(i) for i in np.linspace(0, count - 1, training)}
+        kept = set(np.linspace(0, count - 1, training, dtype=int).tolist())  # as Nerfstudio spreads them
         held = [i for i in everything if i not in kept]
     return sorted(set(everything) - set(held)) if split == "train" else held
 
