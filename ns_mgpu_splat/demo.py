@@ -18,10 +18,10 @@ class DemoSettings:
     """What the demo makes; the defaults end in well under ten minutes on 2 cores."""
 
     output: Path
-    images: int = 90
-    size: str = "400x300"
+    images: int = 120
+    size: str = "320x240"
     blocks: int = 2
-    steps: int = 3000
+    steps: int = 4000
     max_gaussians: int = 60_000
 
 
