@@ -43,7 +43,8 @@ def problems() -> list[str]:
             if not any("SPDX-License-Identifier: Apache-2.0" in line for line in head):
                 found.append(f"{name} does not start with its SPDX-License-Identifier line.")
         torch_free = path.suffix == ".cu" or (
-            path.suffix in CXX and (name.startswith(TORCH_FREE) or "_host" in name)
+            path.suffix in CXX
+            and (name.startswith(TORCH_FREE) or (name.startswith("cuda/splat/") and "_host" in name))
         )
         if torch_free and any(
             mark in path.read_text() for mark in ("<torch/", "<ATen/", "<c10/", "<Python.h>", "pybind11")
