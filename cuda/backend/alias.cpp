@@ -74,10 +74,11 @@ c10::Storage for_part(const c10::Storage& storage) {
 }
 
 at::Tensor for_part(const at::Tensor& tensor) {
-  if (part_gpu < 0 || !tensor.defined() || tensor.layout() != c10::kStrided || tensor.device() != backing_device())
+  if (part_gpu < 0 || !tensor.defined() || tensor.layout() != c10::kStrided ||
+      tensor.device() != backing_device())
     return tensor;
-  at::Tensor view = make_view(tensor.storage(), tensor.key_set(), tensor.dtype(), tensor.sizes(), tensor.strides(),
-                              tensor.storage_offset());
+  at::Tensor view = make_view(tensor.storage(), tensor.key_set(), tensor.dtype(), tensor.sizes(),
+                              tensor.strides(), tensor.storage_offset());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) view.unsafeGetTensorImpl()->set_wrapped_number(true);
   copy_bits(tensor, view.unsafeGetTensorImpl());
   return view;
@@ -109,8 +110,8 @@ at::Tensor Aliases::to_backing(const at::Tensor& tensor) {
   if (!is_mgpu(tensor)) return tensor;
   TORCH_CHECK(tensor.layout() == c10::kStrided, "Device mgpu has strided tensors only, and got layout ",
               tensor.layout(), ". Use to_dense(), or move the tensor to the CPU.");
-  at::Tensor alias = make_view(alias_storage(tensor.storage()), c10::DispatchKeySet(kBackingKey),
-                               tensor.dtype(), tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  at::Tensor alias = make_view(alias_storage(tensor.storage()), backing_keys(), tensor.dtype(),
+                               tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
     alias.unsafeGetTensorImpl()->set_wrapped_number(true);
   copy_bits(tensor, alias.unsafeGetTensorImpl());

@@ -12,7 +12,9 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+#include <chrono>
 #include <mutex>
+#include <shared_mutex>
 #include <thread>
 #include <vector>
 
@@ -55,6 +57,8 @@ bool mark_passed(void* mark, bool wait) {
 // not all lie on the lead shard. torch can direct a thread's allocations to a MemPool whose segments come
 // from functions of ours. A MemPool serves one thread at a time, so there are as many as threads were ever
 // inside a scope at once.
+// torch cannot give caches back while any thread is directed so: whoever wants that waits for the others to
+// leave their scopes.
 class Routes {
  public:
   static Routes& instance() {
@@ -66,6 +70,52 @@ class Routes {
   bool active() const { return active_; }
 
   at::cuda::MemPool* enter() {
+    scopes_.lock_shared();
+    try {
+      return begin();
+    } catch (...) {
+      scopes_.unlock_shared();
+      throw;
+    }
+  }
+
+  void leave(at::cuda::MemPool* pool) {
+    c10::cuda::CUDACachingAllocator::endAllocateToPool(lead_index(), pool->id());
+    c10::cuda::CUDACachingAllocator::releasePool(lead_index(), pool->id());  // what begin... took
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      free_.emplace_back(pool);
+    }
+    scopes_.unlock_shared();
+  }
+
+  // torch gives a MemPool's segments back when the MemPool is gone, and those in use when they are free as
+  // well. Not from inside a scope; and if another thread stays in one for long (it may wait for us), caches
+  // stay.
+  void drop_caches() {
+    if (inside || !scopes_.try_lock_for(std::chrono::seconds(2))) return;
+    std::vector<std::unique_ptr<at::cuda::MemPool>> gone;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      gone.swap(free_);
+    }
+    {
+      c10::cuda::CUDAGuard guard(lead_index());
+      gone.clear();
+      c10::cuda::CUDACachingAllocator::emptyCache();
+    }
+    scopes_.unlock();
+  }
+
+  static thread_local bool inside;  // a scope
+
+ private:
+  Routes()
+      : segments_(torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+            [](size_t bytes, int, cudaStream_t) { return allocate_segment(static_cast<int64_t>(bytes)); },
+            [](void* data, size_t, int, cudaStream_t) { free_block(data); })) {}
+
+  at::cuda::MemPool* begin() {
     std::unique_ptr<at::cuda::MemPool> pool;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -84,37 +134,14 @@ class Routes {
     return pool.release();
   }
 
-  void leave(at::cuda::MemPool* pool) {
-    c10::cuda::CUDACachingAllocator::endAllocateToPool(lead_index(), pool->id());
-    c10::cuda::CUDACachingAllocator::releasePool(lead_index(), pool->id());  // what begin... took
-    std::lock_guard<std::mutex> lock(mutex_);
-    free_.emplace_back(pool);
-  }
-
-  // torch gives a MemPool's segments back when the MemPool is gone, and those in use when they are free as
-  // well.
-  void drop_caches() {
-    std::vector<std::unique_ptr<at::cuda::MemPool>> gone;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      gone.swap(free_);
-    }
-    c10::cuda::CUDAGuard guard(lead_index());
-    gone.clear();
-  }
-
- private:
-  Routes()
-      : segments_(torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
-            [](size_t bytes, int, cudaStream_t) { return allocate_segment(static_cast<int64_t>(bytes)); },
-            [](void* data, size_t, int, cudaStream_t) { free_block(data); })) {}
-
+  std::shared_timed_mutex scopes_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<at::cuda::MemPool>> free_;
   std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> segments_;
   bool active_ = false;
 };
 
+thread_local bool Routes::inside = false;
 thread_local at::cuda::MemPool* route = nullptr;
 
 // ---- adopted memory that other streams still use
@@ -147,7 +174,6 @@ bool release_others() {
   }
   visit_parked(true);
   Routes::instance().drop_caches();
-  c10::cuda::CUDACachingAllocator::emptyCache();
   trim_temporaries();
   return true;
 }
@@ -237,11 +263,14 @@ void dropped(const c10::Storage& storage, const c10::SmallVectorImpl<c10::Stream
 }
 
 void enter_allocation_scope() {
-  if (Routes::instance().active()) route = Routes::instance().enter();
+  if (!Routes::instance().active()) return;
+  route = Routes::instance().enter();
+  Routes::inside = true;
 }
 
 void leave_allocation_scope() {
   if (!route) return;
+  Routes::inside = false;
   Routes::instance().leave(route);
   route = nullptr;
 }

@@ -141,10 +141,12 @@ def test_pages_move_under_a_thread_that_computes(shards: int) -> None:
 
     thread = threading.Thread(target=compute)
     thread.start()
-    for turn in range(20):
-        torch.mgpu.place(x, [(page + turn) % (shards + 1) - 1 for page in range(16)])
-    stop.set()
-    thread.join(60)
+    try:
+        for turn in range(20):
+            torch.mgpu.place(x, [(page + turn) % (shards + 1) - 1 for page in range(16)])
+    finally:
+        stop.set()
+        thread.join(60)
     assert not thread.is_alive()
     assert len(sums) > 2
     assert set(sums) == {16 * PAGE / 4}
