@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 build: $(STAMP)
-	$(PY) -m ns_mgpu_splat.device.build
+	$(VENV)/bin/mgpu-splat-build
 
 demo: build
 	$(PY) -m ns_mgpu_splat.demo --output $(DEMO)

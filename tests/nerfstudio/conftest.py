@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,25 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import scene
-
-ENTRY = {
-    "ns-train": "nerfstudio.scripts.train",
-    "ns-eval": "nerfstudio.scripts.eval",
-    "ns-render": "nerfstudio.scripts.render",
-    "ns-export": "nerfstudio.scripts.exporter",
-    "ns-viewer": "nerfstudio.scripts.viewer.run_viewer",
-}
-
-
-def command(tool: str, *arguments: object) -> list[str]:
-    """The command line of a Nerfstudio tool with this interpreter; the same entry point as the installed script."""
-    start = f"import sys; sys.argv[0] = {tool!r}; from {ENTRY[tool]} import entrypoint; entrypoint()"
-    return [sys.executable, "-c", start, *map(str, arguments)]
-
-
-def environment(**changes: str) -> dict[str, str]:
-    """The environment for a tool: one host shard unless said otherwise, wide lines."""
-    return {**os.environ, "MGPU_DEVICES": "cpu:1", "COLUMNS": "200", **changes}
+from nerfstudio_tools import command, environment, train_many
 
 
 @pytest.fixture
@@ -78,24 +59,6 @@ def shared_data() -> Path:
     if not (folder / "brighton_small").is_dir():
         pytest.skip(f"{folder} has no real photographs (MGPU_TEST_DATA)")
     return folder
-
-
-def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **env: str) -> list[dict]:
-    """Run `ns-train mgpu-splat ...` command lines in one process; results as of driver.py, and "out" for messages."""
-    common = ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True", "--output-dir", folder]
-    lines = [["mgpu-splat", *map(str, common), *map(str, run)] for run in runs]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "driver.py"), json.dumps(lines)],
-        cwd=folder,
-        env=environment(**env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    if done.returncode != 0:
-        pytest.fail(f"the driver ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return [{**result, "out": done.stdout} for result in json.loads(done.stdout.strip().splitlines()[-1])]
 
 
 @pytest.fixture(scope="session")

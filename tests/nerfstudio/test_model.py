@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scene
 import torch
-from conftest import environment
+from nerfstudio_tools import environment
 
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 from ns_mgpu_splat.nerfstudio.model import GaussParams, MgpuSplatModel, view_matrix

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import train_many
+from nerfstudio_tools import train_many
 
 pytestmark = pytest.mark.slow
 MESHES = ("cpu:1", "cpu:3", "cpu:4")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scene
 import torch
-from conftest import command, environment, train_many
+from nerfstudio_tools import command, environment, train_many
 from PIL import Image
 
 from ns_mgpu_splat.nerfstudio import checkpoint
