@@ -168,11 +168,13 @@ std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
     const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state,
     const py::object& history, const Tensor& viewmats, const std::vector<std::array<double, 4>>& intrinsics,
     const std::vector<std::pair<int, int>>& sizes, const std::optional<Tensor>& background, bool antialiased,
-    int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
+    int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes,
+    bool wanted_backward) {
   auto frame =
       make_frame(columns, state, history, viewmats, intrinsics, sizes, antialiased, sh_degree, homes);
   py::gil_scoped_release no_gil;
   frame->settings.wanted_depth = wanted_depth;
+  frame->settings.wanted_backward = wanted_backward;
   if (background) {
     const Tensor host = background->detach().to(at::kCPU, at::kFloat).contiguous();
     TORCH_CHECK_VALUE(host.numel() == 3, "background is ", host.sizes(), ", expected [3]");
@@ -426,7 +428,8 @@ MGPU_BINDINGS(render) {
   m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"),
         pybind11::arg("history"), pybind11::arg("viewmats"), pybind11::arg("intrinsics"),
         pybind11::arg("sizes"), pybind11::arg("background"), pybind11::arg("antialiased"),
-        pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"), pybind11::arg("homes"));
+        pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"), pybind11::arg("homes"),
+        pybind11::arg("wanted_backward") = true);
   m.def("splat_backward", &splat_backward, pybind11::arg("frame"), pybind11::arg("grads"));
   m.def("splat_param_grads", &splat_param_grads, pybind11::arg("frame"), pybind11::arg("wanted"),
         pybind11::arg("wanted_viewmats"));

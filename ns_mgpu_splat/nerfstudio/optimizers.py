@@ -63,6 +63,7 @@ class SplatOptimizers(Optimizers):
             scale_reg=model.config.scale_reg,
             noise_lr=model.config.noise_lr,
             seed=seed,
+            report_means=False,
         )
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}

@@ -31,6 +31,7 @@ class SplatAdam:
         scale_reg: weight of their mean scale, over rows and axes.
         noise_lr: 3DGS-MCMC's exploration noise on the means, times their learning rate; 0: none. 5e5 in the paper.
         seed: of the noise; a draw depends on (seed, step, row) alone.
+        report_means: have the means of opacity and scale in `report`; on GPUs, reading them makes a step wait.
     Raises: ValueError for an unknown column or impossible betas.
     """
 
@@ -45,6 +46,7 @@ class SplatAdam:
         scale_reg: float = 0.0,
         noise_lr: float = 0.0,
         seed: int = 0,
+        report_means: bool = True,
     ) -> None:
         self.table = table
         self.betas = (float(betas[0]), float(betas[1]))
@@ -53,6 +55,7 @@ class SplatAdam:
         self.scale_reg = float(scale_reg)
         self.noise_lr = float(noise_lr)
         self.seed = int(seed)
+        self.report_means = bool(report_means)
         self.lrs = dict.fromkeys(COLUMNS, 0.0)
         self._set_lrs(lrs)
         self.history = native().AdamHistory(0, *self.betas, self.eps, self.seed)
@@ -94,6 +97,7 @@ class SplatAdam:
             self.lrs["means"] * self.noise_lr,
             self.opacity_reg,
             self.scale_reg,
+            self.report_means,
         )
         self.pending.clear()
         if self.history.now - self.history.base >= FLUSH_EVERY:

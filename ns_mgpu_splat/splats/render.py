@@ -85,6 +85,7 @@ def render(
         bool(antialiased),
         degree,
         optimizer,
+        torch.is_grad_enabled(),
     )
     images = _Render.apply(call, stack_viewmats(cameras), *columns)
     results = [Rendered(*images[3 * i : 3 * i + 3]) for i in range(len(cameras))]
@@ -104,6 +105,7 @@ class _Call:
     antialiased: bool
     sh_degree: int
     optimizer: SplatAdam | None
+    wanted_backward: bool
 
 
 class _Render(torch.autograd.Function):
@@ -125,6 +127,7 @@ class _Render(torch.autograd.Function):
             call.sh_degree,
             True,
             None,
+            call.wanted_backward,
         )
         ctx.optimizer, ctx.returned = optimizer, False
         ctx.save_for_backward(
