@@ -106,12 +106,13 @@ c10::Storage Aliases::alias_storage(const c10::Storage& storage) {
   return alias;
 }
 
-at::Tensor Aliases::to_backing(const at::Tensor& tensor) {
+at::Tensor Aliases::to_backing(const at::Tensor& tensor, bool in_list) {
   if (!is_mgpu(tensor)) return tensor;
   TORCH_CHECK(tensor.layout() == c10::kStrided, "Device mgpu has strided tensors only, and got layout ",
               tensor.layout(), ". Use to_dense(), or move the tensor to the CPU.");
-  at::Tensor alias = make_view(alias_storage(tensor.storage()), backing_keys(), tensor.dtype(),
-                               tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  at::Tensor alias = make_view(alias_storage(tensor.storage()),
+                               in_list ? backing_list_keys() : c10::DispatchKeySet(kBackingKey),
+                               tensor.dtype(), tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
     alias.unsafeGetTensorImpl()->set_wrapped_number(true);
   copy_bits(tensor, alias.unsafeGetTensorImpl());

@@ -41,7 +41,8 @@ class Aliases {
  public:
   Aliases();  // RuntimeError in a forked process
   // The alias of an mgpu tensor; any other tensor as it is. Layouts other than strided are refused.
-  at::Tensor to_backing(const at::Tensor& tensor);
+  // In a list, the alias gets the keys that kernels on lists need.
+  at::Tensor to_backing(const at::Tensor& tensor, bool in_list = false);
 
   // A backing kernel's result as an mgpu tensor: a view of the original storage if it is a view of an alias,
   // else a tensor that owns the fresh storage. Tensors of other devices as they are.

@@ -15,9 +15,9 @@ constexpr c10::DispatchKey kDeviceKey = c10::DispatchKey::PrivateUse1;
 #if MGPU_CUDA
 constexpr c10::DeviceType kBackingType = c10::DeviceType::CUDA;
 constexpr c10::DispatchKey kBackingKey = c10::DispatchKey::CUDA;
-// Keys of an alias. CUDA's kernels on lists count a version of what they write, and only tensors with keys of
-// autograd have one; the kernels run below autograd all the same.
-inline c10::DispatchKeySet backing_keys() {
+// Keys of aliases in lists: CUDA's kernels on lists count a version of what they write, and only tensors with
+// keys of autograd have one; the kernels run below autograd all the same.
+inline c10::DispatchKeySet backing_list_keys() {
   return c10::DispatchKeySet(
       {kBackingKey, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCUDA});
 }
@@ -28,7 +28,7 @@ inline c10::Device backing_device() {
 #else
 constexpr c10::DeviceType kBackingType = c10::DeviceType::CPU;
 constexpr c10::DispatchKey kBackingKey = c10::DispatchKey::CPU;
-inline c10::DispatchKeySet backing_keys() { return c10::DispatchKeySet(kBackingKey); }
+inline c10::DispatchKeySet backing_list_keys() { return c10::DispatchKeySet(kBackingKey); }
 inline c10::Device backing_device() { return c10::Device(kBackingType); }
 #endif
 

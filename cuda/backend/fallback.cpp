@@ -45,9 +45,9 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> written;  // (original, alias)
   c10::SmallVector<c10::IValue, 8> originals(stack->begin() + static_cast<int64_t>(first), stack->end());
 
-  auto convert = [&](const at::Tensor& tensor, bool writes) {
+  auto convert = [&](const at::Tensor& tensor, bool writes, bool in_list = false) {
     check_device(entry, tensor);
-    at::Tensor alias = aliases.to_backing(tensor);
+    at::Tensor alias = aliases.to_backing(tensor, in_list);
     if (writes) written.emplace_back(tensor, alias);
     return alias;
   };
@@ -57,12 +57,12 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
       value = c10::IValue(convert(value.toTensor(), writes));
     } else if (value.isTensorList()) {
       auto list = value.toTensorVector();
-      for (at::Tensor& tensor : list) tensor = convert(tensor, writes);
+      for (at::Tensor& tensor : list) tensor = convert(tensor, writes, true);
       value = c10::IValue(c10::List<at::Tensor>(list));
     } else if (value.isOptionalTensorList()) {
       auto list = value.toOptionalTensorVector();
       for (auto& tensor : list)
-        if (tensor) tensor = convert(*tensor, writes);
+        if (tensor) tensor = convert(*tensor, writes, true);
       value = c10::IValue(c10::List<std::optional<at::Tensor>>(list));
     } else {
       value = backing_value(entry, i, value);
@@ -119,8 +119,8 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   if (!entry.is_view) scope.emplace();
   const bool large = any_large(*stack, entry.writes.size());
   if (entry.cut != Cut::kNone && large) {
-    // a reduction's small result may be made by the kernel; element by element, results are as large as the operands,
-    // and come from the pool, so that their pages are dealt to the shards
+    // a reduction's small result may be made by the kernel; element by element, results are as large as the
+    // operands, and come from the pool, so that their pages are dealt to the shards
     const bool reduces = entry.cut == Cut::kRowWise || entry.cut == Cut::kReduceAll;
     if (one_part_runs_whole() && (reduces || entry.in_place)) {
       run_on_lead(entry, stack);

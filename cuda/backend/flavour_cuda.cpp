@@ -8,7 +8,6 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
@@ -31,11 +30,24 @@ namespace {
 
 c10::DeviceIndex lead_index() { return static_cast<c10::DeviceIndex>(lead_gpu); }
 
+// A capture goes on in a stream of its own, so the stream that everything runs on needs no asking.
+void refuse_capture() {
+  const c10::cuda::CUDAStream& usual = streams_of(current_stream_id())[0];
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(lead_index());
+  if (stream == usual) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  TORCH_CHECK(
+      status == cudaStreamCaptureStatusNone,
+      "An operator on device mgpu cannot be captured into a CUDA graph: its memory and its streams are "
+      "not the graph's. Capture plain CUDA tensors, or run without torch.cuda.graph.");
+}
+
 // ---- the order of the pool's reuse (memory/pool.h)
 
 // Blocks are used again on the CUDA stream that they were taken on.
 int64_t reuse_tag() {
-  current_stream_id();
+  refuse_capture();
   return c10::cuda::getCurrentCUDAStream(lead_index()).id();
 }
 void* mark_stream(int64_t stream) {
@@ -181,20 +193,13 @@ bool release_others() {
 }  // namespace
 
 OperatorScope::OperatorScope(On on) {
-  TORCH_CHECK(!in_forked_child(),
-              "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, "
-              "or let them "
-              "return CPU tensors and move those to mgpu in the parent.");
+  TORCH_CHECK(
+      !in_forked_child(),
+      "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or let "
+      "them return CPU tensors and move those to mgpu in the parent.");
   launch_.emplace();
-  current_stream_id();
+  refuse_capture();
   former_gpu_ = c10::cuda::ExchangeDevice(lead_index());
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-    c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
-    TORCH_CHECK(false,
-                "An operator on device mgpu cannot be captured into a CUDA graph: its memory and its streams "
-                "are not the "
-                "graph's. Capture plain CUDA tensors, or run without torch.cuda.graph.");
-  }
   order_before(on == On::kAllShards);
 }
 
@@ -202,7 +207,7 @@ OperatorScope::~OperatorScope() {
   try {
     // kernels of other libraries read managed memory on all GPUs, and ask nobody
     if (memory_is_managed()) order_all();
-    c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
+    if (former_gpu_ != lead_gpu) c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
   } catch (...) {  // after a kernel's fault every call fails; the next operator says so
   }
 }

@@ -20,8 +20,8 @@ at::Scalar local_scalar(const at::Tensor& self) {
 
 // The memory is not used again before the stream has come past the point at which the tensor is freed.
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  TORCH_CHECK_VALUE(stream.device_type() == kDeviceType, "record_stream of a tensor on mgpu needs a mgpu stream, and got ",
-                    stream, ".");
+  TORCH_CHECK_VALUE(stream.device_type() == kDeviceType,
+                    "record_stream of a tensor on mgpu needs a mgpu stream, and got ", stream, ".");
   if (self.numel() == 0 || note_use_of_adopted(self.storage(), stream.id())) return;
   note_use(self.storage().data(), stream.id());
 }

@@ -12,8 +12,8 @@
 
 namespace mgpu {
 
-// A sharded operator is issued once for each part: a shard, or neighbouring shards that lie on one GPU. Parts cover
-// the shards in order.
+// A sharded operator is issued once for each part: a shard, or neighbouring shards that lie on one GPU. Parts
+// cover the shards in order.
 int part_count();
 // A part's share of `count` items that are dealt to the shards in equal chunks.
 RowRange part_range(int64_t count, int part);
@@ -27,9 +27,9 @@ inline thread_local int part_gpu = -1;
 // The backing device that a part's kernels run on.
 c10::Device part_device();
 
-// Run `work(part)` for every part and, on the host, wait. Inside, autograd is off, and on the host kernels do not start
-// threads of their own (the shards are the threads). The exception of the lowest part comes out with its own type. On a
-// mesh of one shard the caller runs it, with all of torch's threads.
+// Run `work(part)` for every part and, on the host, wait. Inside, autograd is off, and on the host kernels do
+// not start threads of their own (the shards are the threads). The exception of the lowest part comes out
+// with its own type. On a mesh of one shard the caller runs it, with all of torch's threads.
 void run_on_parts(const std::function<void(int part)>& work);
 
 // True if a tensor's elements fill at least the sharding threshold.

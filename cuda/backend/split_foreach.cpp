@@ -44,7 +44,7 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
       for (at::Tensor& tensor : lists[i]) {
         if (!tensor.defined() || tensor.layout() != c10::kStrided) return false;
         if (!is_mgpu(tensor) && tensor.numel() != 1) return false;
-        tensor = aliases.to_backing(tensor);
+        tensor = aliases.to_backing(tensor, true);
       }
     } else if (argument(i).isTensor() && argument(i).toTensor().defined()) {
       if (argument(i).toTensor().numel() != 1) return false;
@@ -122,7 +122,7 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
       }
       at::Tensor result = empty_mgpu(*shape, strides, samples[g].scalar_type());
       results.push_back(result);
-      groups[g].out = aliases.to_backing(result);
+      groups[g].out = aliases.to_backing(result, true);
     }
   }
 

@@ -160,7 +160,8 @@ bool run_over_rows(const Operator& entry, Reduction& reduction) {
   std::vector<at::Tensor> values(static_cast<size_t>(count));
   run_on_parts([&](int part) {
     const RowRange range = part_range(rows, part);
-    if (!range.empty()) values[static_cast<size_t>(part)] = reduction.call(row_slice(input, range), {}, true).back();
+    if (!range.empty())
+      values[static_cast<size_t>(part)] = reduction.call(row_slice(input, range), {}, true).back();
   });
   bring_to_lead(values);
   int64_t parts = 0;

@@ -630,6 +630,7 @@ class Pool {
     cached_.clear();
     cached_bytes_ = 0;
     for (auto& [key, slabs] : slabs_) slabs.drop_empty();
+    provider().trim();
   }
 
   void add(char* base, Block block) {

@@ -36,6 +36,8 @@ class PageProvider {
   virtual void move(void* at, int64_t pages, int from, int to) = 0;
   // True if two places are the same memory, so that moving from one to the other is a matter of book-keeping.
   virtual bool same(int a, int b) const = 0;
+  // Give back what the provider itself keeps.
+  virtual void trim() {}
   // How many bytes of freed arenas the pool shall keep for reuse.
   virtual int64_t cache_bytes() const = 0;
 };

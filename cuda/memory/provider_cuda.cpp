@@ -64,7 +64,14 @@ const std::vector<int>& mesh_gpus() {
   return *gpus;
 }
 
-int gpu_of_place(int place) { return place == kHostPage ? -1 : shard_device(place); }
+int gpu_of_place(int place) {
+  static const std::vector<int>* gpus = [] {  // asked for every page, and shard_device reads the shard's name
+    auto* list = new std::vector<int>;
+    for (int shard = 0; shard < mesh().size(); ++shard) list->push_back(shard_device(shard));
+    return list;
+  }();
+  return place == kHostPage ? -1 : gpus->at(static_cast<size_t>(place));
+}
 
 std::string choose_memory(const std::string& wanted) {
   if (wanted != "" && wanted != "vmm" && wanted != "managed")

@@ -53,7 +53,8 @@ class HostProvider final : public PageProvider {
 
   void unmap(void* at, int64_t pages) override {
     // fresh memory, should the pages ever be mapped again
-    mmap(at, static_cast<size_t>(pages * kPageBytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    mmap(at, static_cast<size_t>(pages * kPageBytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+         0);
   }
 
   void zero(void* /*at*/, int64_t /*pages*/) override {}  // fresh memory is zero

@@ -24,6 +24,7 @@ namespace mgpu {
 namespace {
 
 constexpr int64_t kHandlePages = 32;   // 64 MiB
+constexpr size_t kSpareOnHost = 16;    // handles, 1 GiB at most
 constexpr int64_t kManyPages = 512;    // 1 GiB
 constexpr int kDriverVersion = 12000;  // whose interface of the functions below is asked for
 
@@ -119,6 +120,9 @@ class Physical {
   ~Physical() {
     if (owned_) driver().release(handle_);
   }
+  static Physical of(CUmemGenericAllocationHandle handle, int64_t pages) {
+    return Physical(handle, pages, true);
+  }
   CUmemGenericAllocationHandle handle() const { return handle_; }
   int64_t pages() const { return pages_; }
   CUmemGenericAllocationHandle take() {
@@ -127,6 +131,8 @@ class Physical {
   }
 
  private:
+  Physical(CUmemGenericAllocationHandle handle, int64_t pages, bool owned)
+      : handle_(handle), pages_(pages), owned_(owned) {}
   CUmemGenericAllocationHandle handle_ = 0;
   int64_t pages_;
   bool owned_ = false;
@@ -191,7 +197,7 @@ class VmmProvider final : public PageProvider {
     try {
       while (done < pages) {
         const int64_t piece = std::min(kHandlePages, pages - done);
-        put(begin + done * kPageBytes, Physical(piece, gpu), gpu);
+        put(begin + done * kPageBytes, physical(piece, gpu), gpu);
         done += piece;
       }
       open_to_all(at, pages);
@@ -231,6 +237,12 @@ class VmmProvider final : public PageProvider {
     }
   }
 
+  void trim() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Extent& spare : spare_on_host_) driver().release(spare.handle);
+    spare_on_host_.clear();
+  }
+
   int64_t cache_bytes() const override {
     return INT64_MAX;
   }  // until somebody is short of memory, as torch does
@@ -255,7 +267,7 @@ class VmmProvider final : public PageProvider {
     auto extent = extents_.lower_bound(begin);
     while (extent != extents_.end() && extent->first < end) {
       driver().unmap(address(extent->first), bytes_of(extent->second.pages));
-      driver().release(extent->second.handle);
+      give_back(extent->second);
       extent = extents_.erase(extent);
     }
   }
@@ -267,10 +279,10 @@ class VmmProvider final : public PageProvider {
     const Extent old = extent->second;
     if (old.gpu == gpu) return;
     std::vector<std::pair<Physical, int>> parts;  // in the order of the addresses
-    if (begin > old_begin) parts.emplace_back(Physical((begin - old_begin) / kPageBytes, old.gpu), old.gpu);
-    parts.emplace_back(Physical((end - begin) / kPageBytes, gpu), gpu);
+    if (begin > old_begin) parts.emplace_back(physical((begin - old_begin) / kPageBytes, old.gpu), old.gpu);
+    parts.emplace_back(physical((end - begin) / kPageBytes, gpu), gpu);
     char* const old_end = old_begin + old.pages * kPageBytes;
-    if (end < old_end) parts.emplace_back(Physical((old_end - end) / kPageBytes, old.gpu), old.gpu);
+    if (end < old_end) parts.emplace_back(physical((old_end - end) / kPageBytes, old.gpu), old.gpu);
 
     // fill them at other addresses
     char* const aside = scratch();
@@ -309,6 +321,28 @@ class VmmProvider final : public PageProvider {
     open_to_all(old_begin, old.pages);
   }
 
+  // Host memory is slow to get (20 ms for 64 MiB), and the same pages often go there again: keep some
+  // handles.
+  void give_back(const Extent& memory) {
+    if (memory.gpu < 0 && spare_on_host_.size() < kSpareOnHost)
+      spare_on_host_.push_back(memory);
+    else
+      driver().release(memory.handle);
+  }
+
+  Physical physical(int64_t pages, int gpu) {
+    if (gpu < 0) {
+      const auto spare = std::find_if(spare_on_host_.begin(), spare_on_host_.end(),
+                                      [&](const Extent& memory) { return memory.pages == pages; });
+      if (spare != spare_on_host_.end()) {
+        const CUmemGenericAllocationHandle handle = spare->handle;
+        spare_on_host_.erase(spare);
+        return Physical::of(handle, pages);
+      }
+    }
+    return Physical(pages, gpu);
+  }
+
   // Addresses where a handle is filled before it takes its place.
   char* scratch() {
     if (!scratch_) scratch_ = static_cast<char*>(reserve(kHandlePages));
@@ -317,6 +351,7 @@ class VmmProvider final : public PageProvider {
 
   std::mutex mutex_;
   Extents extents_;
+  std::vector<Extent> spare_on_host_;
   char* scratch_ = nullptr;
 };
 

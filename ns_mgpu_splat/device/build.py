@@ -200,8 +200,21 @@ def cuda_compiler() -> Compiler:
     return Compiler(command, _version(command), flags, "")
 
 
+def _loaded_cxx_runtime() -> list[str]:
+    """The C++ runtime that torch runs on. Where the compiler has only a static one, a second copy would come into the
+    module, and the two crash each other (streams and locales).
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    found = re.search(r"(/\S*/libstdc\+\+\.so\.6\S*)", maps)
+    return [found.group(1)] if found else []
+
+
 def _link_flags(flavour: str) -> list[str]:
     flags = [
+        *_loaded_cxx_runtime(),
         f"-L{Path(torch.__file__).parent / 'lib'}",
         "-ltorch",
         "-ltorch_cpu",
