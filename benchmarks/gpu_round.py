@@ -43,8 +43,12 @@ def steps(gpus: int, step: str) -> list[Run]:
     every = ",".join(map(str, range(gpus)))
     meshes = [mesh] if mesh else ["0,0,0", *([every] if gpus > 1 else []), "0", "0,0,0,0"]
     database = "tests/device/test_gpu.py::test_operators_give_plain_cudas_values_and_gradients"
-    tests = [PYTHON, "-m", "pytest", "-q", "--timeout=60", "--maxfail=25", "-m", "not slow"]
-    device = [*tests, "tests/device", f"--deselect={database}"]
+    tests = [PYTHON, "-m", "pytest", "-q", "--timeout=60", "--maxfail=25", "--tb=short", "-m", "not slow"]
+    # in two processes: a crash in one leaves the other; free memory is compared in the first alone
+    halves = {
+        "gpu": [*tests, "tests/device/test_gpu.py", f"--deselect={database}"],
+        "rest": [*tests, "tests/device", "--ignore=tests/device/test_gpu.py"],
+    }
     need = {"MGPU_REQUIRE_GPU": "1"}
     if kind == "build":
         command = [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour"]
@@ -63,11 +67,13 @@ def steps(gpus: int, step: str) -> list[Run]:
             for mesh in ([mesh] if mesh else dict.fromkeys(["0", every]))
             for memory in ("vmm", "managed")
         ]
-    if kind == "device":
-        return [(f"device {mesh}", device, {"MGPU_DEVICES": mesh, **need}, 150) for mesh in meshes]
-    if kind == "managed":
-        mesh = mesh or "0,0,0"
-        return [(f"managed {mesh}", device, {"MGPU_DEVICES": mesh, "MGPU_MEMORY": "managed", **need}, 150)]
+    if kind in ("device", "managed"):
+        memory = {"MGPU_MEMORY": "managed"} if kind == "managed" else {}
+        return [
+            (f"{kind} {mesh} {half}", command, {"MGPU_DEVICES": mesh, **memory, **need}, 150)
+            for mesh in (meshes if kind == "device" else [mesh or "0,0,0"])
+            for half, command in halves.items()
+        ]
     if kind == "opinfo":
         options = ["--timeout=0", "-s", database]
         return [("opinfo", [*tests, *options], {"MGPU_DEVICES": mesh or "0,0,0", **need}, 300)]
@@ -110,7 +116,7 @@ def main() -> int:
                 bad += code != 0
                 tail = [line for line in output.splitlines() if line.strip()][-1:] or [""]
                 failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", output, re.M)
-                lines.append(f"{name:16s} exit {code} {time.monotonic() - start:5.0f} s  {tail[0][:90]}")
+                lines.append(f"{name:22s} exit {code} {time.monotonic() - start:5.0f} s  {tail[0][:90]}")
                 lines += [f"    {test}" for test in failed[:12]]
                 if code and not failed:
                     lines += [f"    {line[:160]}" for line in output.splitlines()[-6:]]
