@@ -20,9 +20,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+
+
+def mgpu() -> Any:
+    """`torch.mgpu`, which is there once the device is registered."""
+    return vars(torch)["mgpu"]
 
 
 def medians(run: Callable[[], object], wait: Callable[[], None], seconds: float, inner: int = 1) -> float:
@@ -119,24 +125,24 @@ def training(device: str, wait: Callable[[], None], seconds: float) -> dict[str,
 def memory() -> dict[str, float]:
     """What only `mgpu` does, in microseconds: growing and moving 1 GiB."""
     rows = 1 << 22
-    x = torch.mgpu.reserve((rows, 64), 2 * rows)
-    shards = len(torch.mgpu.mesh().shards)
+    x = mgpu().reserve((rows, 64), 2 * rows)
+    shards = len(mgpu().mesh().shards)
     x.fill_(1.0)
-    torch.mgpu.synchronize()
+    mgpu().synchronize()
     times: dict[str, float] = {}
 
     def once(name: str, run: Callable[[], object]) -> None:
         start = time.perf_counter()
         run()
-        torch.mgpu.synchronize()
+        mgpu().synchronize()
         times[name] = (time.perf_counter() - start) * 1e6
 
-    once("grow 1 GiB by 100 MiB", lambda: torch.mgpu.grow(x, rows + rows // 10))
-    once("move 1 GiB to the host", lambda: torch.mgpu.to_host(x))
-    once("move 1 GiB back", lambda: torch.mgpu.to_device(x))
-    once("move 1 GiB to the last shard", lambda: torch.mgpu.place(x, shards - 1))
-    once("move one page", lambda: torch.mgpu.to_host(x, [100]))
-    once("give caches back", torch.mgpu.empty_cache)
+    once("grow 1 GiB by 100 MiB", lambda: mgpu().grow(x, rows + rows // 10))
+    once("move 1 GiB to the host", lambda: mgpu().to_host(x))
+    once("move 1 GiB back", lambda: mgpu().to_device(x))
+    once("move 1 GiB to the last shard", lambda: mgpu().place(x, shards - 1))
+    once("move one page", lambda: mgpu().to_host(x, [100]))
+    once("give caches back", mgpu().empty_cache)
     once("empty of 4 GiB, fresh pages", lambda: torch.empty(1 << 32, dtype=torch.uint8, device="mgpu"))
     once("empty of 4 GiB, kept pages", lambda: torch.empty(1 << 32, dtype=torch.uint8, device="mgpu"))
     return times
@@ -148,7 +154,7 @@ def side(name: str, mebibytes: int, seconds: float) -> dict[str, float]:
         import ns_mgpu_splat
 
         ns_mgpu_splat.init()
-        wait: Callable[[], None] = torch.mgpu.synchronize
+        wait: Callable[[], None] = mgpu().synchronize
     else:
         wait = torch.cuda.synchronize if name == "cuda" else lambda: None
     times = {
