@@ -40,7 +40,11 @@ class Camera:
             setattr(self, name, float(getattr(self, name)))
         for name in ("width", "height"):
             value = getattr(self, name)
-            if int(value) != value or not 1 <= value <= 1048560:
+            try:
+                whole = int(value) == value and 1 <= value <= 1048560
+            except (TypeError, ValueError, OverflowError):  # None, text, NaN, infinity
+                whole = False
+            if not whole:
                 raise ValueError(f"{name} is {value}, expected a whole number of pixels from 1 to 1,048,560.")
             setattr(self, name, int(value))
         for name in ("fx", "fy"):
@@ -74,5 +78,12 @@ class Camera:
 
 
 def stack_viewmats(cameras: list[Camera]) -> Tensor:
-    """Viewmats of the cameras as [C, 4, 4] float32 on the CPU, differentiable: that is where the operators read them."""
-    return torch.stack([camera.viewmat.to(device="cpu", dtype=torch.float32) for camera in cameras])
+    """Viewmats of the cameras as [C, 4, 4] float32 on the CPU, differentiable: that is where the operators read them.
+
+    Raises: ValueError if one is not finite; `Camera` has looked only at those on the CPU.
+    """
+    viewmats = torch.stack([camera.viewmat.to(device="cpu", dtype=torch.float32) for camera in cameras])
+    finite = torch.isfinite(viewmats.detach()).flatten(1).all(dim=1)
+    if not bool(finite.all()):
+        raise ValueError(f"viewmat of cameras[{int(finite.int().argmin())}] has NaN or infinite entries.")
+    return viewmats

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,10 @@ def _column_properties(sh_degree: int) -> dict[str, list[str]]:
     }
 
 
+class _NotANumber(Exception):
+    """A word of a header that must be a number and is none."""
+
+
 class PlyReader:
     """The vertices of a 3DGS `.ply`, as columns of a splat table.
 
@@ -84,13 +89,23 @@ class PlyReader:
     def _read_header(self) -> tuple[int, np.dtype, int]:
         with self.path.open("rb") as file:
             head = file.read(_HEADER_LIMIT)
-        end = head.find(b"end_header")
-        line_end = head.find(b"\n", end)
-        if not head.startswith(b"ply") or end < 0 or line_end < 0:
+        end = re.search(rb"\nend_header[ \t\r]*\n", head)
+        if not head.startswith(b"ply") or end is None:
             raise ValueError(f"{self.path} is not a .ply file: it has no header from 'ply' to 'end_header'.")
-        rows, fields, element, order = -1, [], "", ""
-        for line in head[:end].decode("ascii", "replace").splitlines()[1:]:
-            words = line.split()
+        lines = head[: end.start()].decode("ascii", "replace").splitlines()[1:]
+        try:
+            rows, dtype = self._parse_header([line.split() for line in lines])
+        except (IndexError, _NotANumber):
+            raise ValueError(
+                f"{self.path} has a damaged header: a line in it lacks a word or a number. Copy or export it again."
+            ) from None
+        return rows, dtype, end.end()
+
+    def _parse_header(self, lines: list[list[str]]) -> tuple[int, np.dtype]:
+        """Rows and layout of element vertex. Raises ValueError; IndexError or _NotANumber for a damaged line."""
+        fields: list[tuple[str, str]] = []
+        rows, element, order = -1, "", ""
+        for words in lines:
             if not words or words[0] in ("comment", "obj_info"):
                 continue
             if words[0] == "format":
@@ -106,16 +121,20 @@ class PlyReader:
                     )
                 element = words[1]
                 if element == "vertex":
+                    if not words[2].isdecimal():
+                        raise _NotANumber
                     rows = int(words[2])
             elif words[0] == "property" and element == "vertex":
                 if words[1] not in _TYPES:
                     raise ValueError(
                         f"{self.path}: property {words[-1]!r} has type {words[1]!r}, expected a number."
                     )
+                if any(words[2] == name for name, _ in fields):
+                    raise ValueError(f"{self.path} has the property {words[2]!r} twice. Export it again.")
                 fields.append((words[2], order + _TYPES[words[1]]))
         if rows < 0:
             raise ValueError(f"{self.path} has no element vertex.")
-        return rows, np.dtype(fields), line_end + 1
+        return rows, np.dtype(fields)
 
     def _raw_chunks(self) -> Iterator[dict[str, np.ndarray]]:
         properties = _column_properties(self.sh_degree)
@@ -160,6 +179,26 @@ def _finite_rows(chunk: dict[str, np.ndarray]) -> np.ndarray:
     return keep
 
 
+def writable_target(path: str | Path) -> Path:
+    """Where to write, so that renaming a finished file over it does what a user means: links stay, devices live.
+
+    Returns: `path` with links followed.
+    Raises: OSError if the folder does not exist, or if `path` is there and no regular file (a folder, /dev/null, a pipe).
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"{path} cannot be written: there is no folder {target.parent}. Make it, or give another path."
+        )
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Give the path of a file in it.")
+    if target.exists() and not target.is_file():
+        raise OSError(
+            f"{path} is a device or a pipe, which a finished file cannot replace. Give the path of a file."
+        )
+    return target
+
+
 def write(
     path: Path, num_rows: int, sh_degree: int, read_rows: Callable[[int, int], dict[str, np.ndarray]]
 ) -> int:
@@ -167,8 +206,9 @@ def write(
 
     Args:
         read_rows: gives the columns of rows [begin, end) on the host.
-    Raises: OSError before anything is written if the disk is too full.
+    Raises: OSError before anything is written if the disk is too full, or if `path` is no place for a file.
     """
+    path = writable_target(path)
     names = property_names(sh_degree)
     pieces = [(begin, min(num_rows, begin + _CHUNK_ROWS)) for begin in range(0, num_rows, _CHUNK_ROWS)]
     count = sum(int(_finite_rows(read_rows(*piece)).sum()) for piece in pieces)

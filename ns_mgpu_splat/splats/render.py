@@ -168,9 +168,14 @@ def _split_background(background: Tensor | Sequence[float] | None) -> tuple[Tens
     """The background as the operator takes it, and as autograd must see it: one of the two is None."""
     if background is None:
         return None, None
-    tensor = (
-        background if isinstance(background, Tensor) else torch.tensor(list(background), dtype=torch.float32)
-    )
+    try:
+        tensor = (
+            background
+            if isinstance(background, Tensor)
+            else torch.tensor(list(background), dtype=torch.float32)
+        )
+    except (TypeError, ValueError):
+        raise ValueError(f"background is {background!r}, expected 3 colour values in [0, 1].") from None
     if tuple(tensor.shape) != (3,):
         raise ValueError(f"background is {list(tensor.shape)}, expected [3]: red, green, blue.")
     tensor = tensor.to(torch.float32)

@@ -10,6 +10,7 @@ import numpy as np
 
 SH_C0 = 0.28209479177387814  # the constant spherical harmonic
 NEIGHBOURS = 3
+COLOR_SLACK = 0.01  # colours may leave [0, 1] by this, as interpolated ones do
 _QUERY_ROWS = 1 << 20  # rows per neighbour query: bounds the memory of the result
 _MORTON_BITS = 20  # grid cells per axis: 2^20
 
@@ -19,7 +20,8 @@ _log = logging.getLogger("ns_mgpu_splat")
 def check_cloud(points: Any, colors: Any) -> tuple[np.ndarray, np.ndarray]:
     """Points as float64 (N, 3) and colours as float32 (N, 3) in [0, 1]; grey where `colors` is None.
 
-    Raises: ValueError for a wrong shape or dtype, or naming the first row that is not finite.
+    Raises: ValueError for a wrong shape or dtype, colours outside [0, 1], or naming the first row that is not finite in
+        float32.
     """
     xyz = _to_numpy(points).astype(np.float64)
     if xyz.size == 0:
@@ -41,18 +43,27 @@ def check_cloud(points: Any, colors: Any) -> tuple[np.ndarray, np.ndarray]:
         else:
             raise ValueError(f"colors is {given.dtype}; give uint8, or floats in [0, 1].")
     for name, values in (("points", xyz), ("colors", rgb)):
-        finite = np.isfinite(values).all(axis=1)
+        finite = (np.abs(values) <= np.finfo(np.float32).max).all(axis=1)  # false for NaN, too
         if not finite.all():
             row = int(np.argmin(finite))
             raise ValueError(
                 f"{name} has {int((~finite).sum())} rows with values that are not finite, the first is row {row}: "
                 f"{values[row].tolist()}. Remove them from the cloud."
             )
+    if rgb.size and not -COLOR_SLACK <= float(rgb.min()) <= float(rgb.max()) <= 1 + COLOR_SLACK:
+        raise ValueError(
+            f"colors go from {float(rgb.min()):g} to {float(rgb.max()):g}; give floats in [0, 1], or uint8 from 0 to 255."
+        )
     return xyz, rgb
 
 
 def _to_numpy(values: Any) -> np.ndarray:
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    host = values.detach().cpu()
+    return (
+        host.float() if host.is_floating_point() and host.dtype.itemsize < 4 else host
+    ).numpy()  # bfloat16
 
 
 def rgb_to_sh0(rgb: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,14 @@ def column_shapes(rows: int, sh_degree: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def check_degree(sh_degree: int) -> None:
+    """Raise ValueError if spherical harmonics of this degree are not supported."""
+    if sh_degree not in (0, 1, 2, 3):
+        raise ValueError(
+            f"sh_degree is {sh_degree}; spherical harmonics of degree 0, 1, 2 or 3 are supported."
+        )
+
+
 def reserve(shape: tuple[int, ...], capacity: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A zero tensor on `mgpu` whose first dimension can grow to `capacity` in place."""
     return torch.mgpu.reserve(shape, max(capacity, shape[0], 1), dtype)  # type: ignore[attr-defined]
@@ -59,10 +67,7 @@ class SplatTable:
 
         Raises: ValueError for a degree outside 0 to 3 or a capacity below `num_rows`.
         """
-        if sh_degree not in (0, 1, 2, 3):
-            raise ValueError(
-                f"sh_degree is {sh_degree}; spherical harmonics of degree 0, 1, 2 or 3 are supported."
-            )
+        check_degree(sh_degree)
         self._capacity = num_rows if capacity is None else int(capacity)
         if self._capacity < num_rows:
             raise ValueError(
@@ -188,6 +193,12 @@ class SplatTable:
         """The six columns by name, in the order of `COLUMNS`."""
         return {name: getattr(self, name) for name in COLUMNS}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles keep capacity and `requires_grad`: their columns can grow, too."""
+        columns = {name: column.detach() for name, column in self.named_columns().items()}
+        wanted = {name: column.requires_grad for name, column in self.named_columns().items()}
+        return _rebuilt, (columns, self.capacity, wanted)
+
     def __len__(self) -> int:
         return self.num_rows
 
@@ -255,6 +266,14 @@ class SplatTable:
         self._capacity = capacity
 
 
+def _rebuilt(columns: dict[str, Tensor], capacity: int, wanted: dict[str, bool]) -> SplatTable:
+    """What `copy.deepcopy` and `pickle` make of a table."""
+    table = SplatTable.from_columns(**columns, capacity=capacity)
+    for name, column in table.named_columns().items():
+        column.requires_grad_(wanted[name])
+    return table
+
+
 def grow_parameter(tensor: Tensor, rows: int) -> None:
     """Grow a reserved tensor (or parameter) in place; the object stays the same."""
     tensor.grad = None  # of the old shape
@@ -282,9 +301,12 @@ def seeds_to_columns(
     """Columns on the host for `SplatTable.from_points`, which says what the arguments mean."""
     if not 0.0 < opacity < 1.0:
         raise ValueError(f"opacity is {opacity}, expected a value between 0 and 1.")
+    check_degree(sh_degree)
+    if max_gaussians is not None and (max_gaussians < 0 or int(max_gaussians) != max_gaussians):
+        raise ValueError(f"max_gaussians is {max_gaussians}, expected a whole number of rows, 0 or more.")
     xyz, rgb = seed.check_cloud(points, colors)
     if max_gaussians is not None and len(xyz) > max_gaussians:
-        kept = seed.thin_evenly(xyz, max_gaussians)
+        kept = seed.thin_evenly(xyz, int(max_gaussians))
         xyz, rgb = xyz[kept], rgb[kept]
     rows = len(xyz)
     distances = torch.from_numpy(seed.neighbour_distances(xyz))

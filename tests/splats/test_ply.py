@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +193,55 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             SplatTable.from_ply(path)
     with pytest.raises(FileNotFoundError, match=r"absent\.ply"):
         SplatTable.from_ply(tmp_path / "absent.ply")
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link.ply").symlink_to("real.ply")
+    SplatTable.from_columns(**random_columns(3)).to_ply(tmp_path / "link.ply")
+    assert (tmp_path / "link.ply").is_symlink()
+    assert not (tmp_path / "real.ply").is_symlink()
+    assert SplatTable.from_ply(tmp_path / "real.ply").num_rows == 3
+
+
+def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
+    """A rename over /dev/null would break the machine (as root it did): a pipe stands for it here."""
+    table = SplatTable.from_columns(**random_columns(3))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="device or a pipe"):
+        table.to_ply(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        table.to_ply(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        table.to_ply(tmp_path / "absent" / "splats.ply")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        (b"element vertex 4\n", b"element vertex many\n", "damaged header"),
+        (b"element vertex 4\n", b"element vertex\n", "damaged header"),
+        (b"format binary_little_endian 1.0\n", b"format\n", "damaged header"),
+        (b"property float nx\n", b"property float\n", "damaged header"),
+        (b"property float nx\n", b"property float x\n", "'x' twice"),
+    ],
+)
+def test_a_damaged_header_is_named(old: bytes, new: bytes, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "splats.ply"
+    SplatTable.from_columns(**random_columns(4)).to_ply(file)
+    data = file.read_bytes()
+    assert data.count(old) == 1
+    file.write_bytes(data.replace(old, new))
+    with pytest.raises(ValueError, match=what) as refused:
+        SplatTable.from_ply(file)
+    assert str(file) in str(refused.value)
+
+
+def test_a_comment_does_not_end_the_header(tmp_path: Path) -> None:
+    file, columns = tmp_path / "splats.ply", random_columns(4)
+    SplatTable.from_columns(**columns).to_ply(file)
+    file.write_bytes(
+        file.read_bytes().replace(b"element vertex", b"comment before end_header\nelement vertex")
+    )
+    assert torch.equal(SplatTable.from_ply(file).means.cpu(), columns["means"])

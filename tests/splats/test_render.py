@@ -363,6 +363,15 @@ def test_bad_arguments_are_named() -> None:
         Camera(torch.eye(4), 1.0, 1.0, 0.0, 0.0, 0, 5)
     with pytest.raises(ValueError, match=r"fx is -1\.0"):
         Camera(torch.eye(4), -1.0, 1.0, 0.0, 0.0, 5, 5)
+    for width in ("wide", None, float("nan")):
+        with pytest.raises(ValueError, match=f"width is {width}"):
+            Camera(torch.eye(4), 1.0, 1.0, 0.0, 0.0, width, 5)  # type: ignore[arg-type]
+    on_mgpu = Camera(torch.full((4, 4), float("nan"), device="mgpu"), 1.0, 1.0, 0.0, 0.0, 5, 5)
+    with pytest.raises(ValueError, match=r"viewmat of cameras\[1\] has NaN"):
+        render(table, [camera, on_mgpu])
+    for background in (1.0, "white"):
+        with pytest.raises(ValueError, match=f"background is {background!r}, expected 3 colour values"):
+            render(table, camera, background=background)  # type: ignore[arg-type]
     assert render(table, []) == []
 
     class Wrong:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from ns_mgpu_splat.splats import seed
 
@@ -100,3 +101,23 @@ def test_bad_clouds_are_named() -> None:
     with pytest.raises(ValueError, match="colors is int64"):
         seed.check_cloud(points, np.zeros((20, 3), dtype=np.int64))
     assert seed.check_cloud(np.zeros((0, 3)), np.zeros((0, 3), dtype=np.uint8))[0].shape == (0, 3)
+
+
+def test_colours_outside_their_range_and_points_outside_float32_are_named() -> None:
+    """Floats up to 255 are the usual slip: as [0, 1] they would be 255 times too bright, and train."""
+    points = np.random.default_rng(6).normal(size=(20, 3))
+    with pytest.raises(ValueError, match=r"colors go from 0 to 255; give floats in \[0, 1\], or uint8"):
+        seed.check_cloud(points, np.linspace(0.0, 255.0, 60).reshape(20, 3))
+    with pytest.raises(ValueError, match="colors go from -1 to 1"):
+        seed.check_cloud(points, np.linspace(-1.0, 1.0, 60).reshape(20, 3))
+    assert seed.check_cloud(points, np.full((20, 3), 1.004))[1].max() == np.float32(1.004)
+    points[11, 2] = 1e39  # infinite in float32
+    with pytest.raises(ValueError, match=r"points has 1 rows .* the first is row 11"):
+        seed.check_cloud(points, None)
+
+
+def test_half_precision_tensors_are_read() -> None:
+    points = torch.tensor([[0.5, 1.25, -3.0]], dtype=torch.bfloat16)
+    xyz, rgb = seed.check_cloud(points, torch.tensor([[0.25, 0.5, 1.0]], dtype=torch.float16))
+    assert xyz.tolist() == [[0.5, 1.25, -3.0]]
+    assert rgb.tolist() == [[0.25, 0.5, 1.0]]

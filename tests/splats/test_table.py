@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -147,3 +150,29 @@ def test_wrong_inputs_are_named() -> None:
         SplatTable(3, capacity=2)
     with pytest.raises(ValueError, match=r"opacity is 1\.5"):
         SplatTable.from_points(np.zeros((3, 3)), opacity=1.5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
+def test_copies_keep_capacity_and_flags_and_grow(copied: Callable[[SplatTable], SplatTable]) -> None:
+    table = SplatTable.from_points(torch.rand(7, 3), sh_degree=1, capacity=50)
+    table.requires_grad_(True).means.requires_grad_(False)
+    other = copied(table)
+    assert other.capacity == 50
+    assert [c.requires_grad for c in other.columns()] == [False] + [True] * 5
+    other.grow(40)
+    assert other.num_rows == 40
+    assert table.num_rows == 7
+    for name, column in table.named_columns().items():
+        grown = getattr(other, name)
+        assert grown.data_ptr() != column.data_ptr()
+        assert torch.equal(grown[:7].cpu(), column.cpu())
+        assert not grown[7:].any()
+
+
+def test_impossible_caps_and_degrees_are_named() -> None:
+    points = torch.rand(7, 3)
+    for cap in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"max_gaussians is {cap}"):
+            SplatTable.from_points(points, max_gaussians=cap)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sh_degree is 4"):
+        SplatTable.from_points(points, sh_degree=4)
