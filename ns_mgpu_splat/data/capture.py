@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ns_mgpu_splat.data import colmap
-from ns_mgpu_splat.data.checks import DatasetError, check_points
+from ns_mgpu_splat.data.checks import DatasetError, check_points, shown
 from ns_mgpu_splat.data.colmap import Lens
 from ns_mgpu_splat.data.images import ImageError, probe
 
@@ -29,6 +29,7 @@ kWorldFromColmap = np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0], [0, -1.0, 0, 0]])
 kOldAppliedTransform = np.array([[0, 1.0, 0, 0], [1.0, 0, 0, 0], [0, 0, -1.0, 0]])
 kOpenGlFromOpenCv = np.diag([1.0, -1.0, -1.0, 1.0])
 
+kOrientations = ("pca", "up", "vertical", "none")
 kLensNames = {
     "PINHOLE": "opencv",
     "SIMPLE_PINHOLE": "opencv",
@@ -207,8 +208,8 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
 def _read_transforms(path: Path) -> Capture:
     root = path.parent
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        meta = json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors begin files with a mark
+    except (ValueError, OSError, RecursionError) as error:
         raise DatasetError(
             f"{path} is no valid JSON: {error}. It may be cut short; write it again."
         ) from None
@@ -245,7 +246,7 @@ def _read_transforms(path: Path) -> Capture:
         applied = kOldAppliedTransform.copy()
     seed, reconstruction = None, None
     if meta.get("ply_file_path"):
-        seed = root / meta["ply_file_path"]
+        seed = _path(meta["ply_file_path"], root, f"{path}: ply_file_path")
         if not seed.is_file():
             raise DatasetError(
                 f"{seed} is missing, but {path.name} names it in ply_file_path. Restore it, or remove the entry to "
@@ -255,28 +256,41 @@ def _read_transforms(path: Path) -> Capture:
         seed = next((root / name for name in kSeedNames if (root / name).is_file()), None)
         if seed is None and any((old_reconstruction / f"points3D{s}").is_file() for s in (".bin", ".txt")):
             reconstruction = old_reconstruction
-    split = {
-        name: {root / entry for entry in meta[f"{name}_filenames"]}
-        for name in ("train", "val", "test")
-        if f"{name}_filenames" in meta
-    }
+    split = {}
+    for name in ("train", "val", "test"):
+        listed = meta.get(f"{name}_filenames")
+        if listed is not None:
+            if not isinstance(listed, list):
+                raise DatasetError(f"{path}: {name}_filenames is no list of file names. Correct it there.")
+            split[name] = {_path(entry, root, f"{path}: an entry of {name}_filenames") for entry in listed}
     known = {f.image for f in frames}
     for name, members in split.items():
-        unknown = sorted(str(m.relative_to(root)) for m in members - known)
+        unknown = sorted(shown(m, root) for m in members - known)
         if unknown:
             raise DatasetError(
                 f"{path}: {name}_filenames names {unknown[0]}"
                 + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
                 + ", which no frame has. Correct the list."
             )
+    scale = _number(meta.get("applied_scale"), 1.0, f"{path}: applied_scale")
+    if not 0 < scale < math.inf:
+        raise DatasetError(
+            f"{path}: applied_scale is {scale:g}, expected a factor above 0. Correct it there."
+        )
+    orientation = meta.get("orientation_override")
+    if orientation not in (None, *kOrientations):
+        raise DatasetError(
+            f"{path}: orientation_override is {orientation!r}, expected one of {', '.join(kOrientations)}. Correct it "
+            "there."
+        )
     return Capture(
         root=root,
         source=path,
         layout="nerfstudio",
         frames=frames,
         applied_transform=applied,
-        applied_scale=float(meta.get("applied_scale", 1.0)),
-        orientation_override=meta.get("orientation_override"),
+        applied_scale=scale,
+        orientation_override=orientation,
         listed_split=split,
         seed_file=seed,
         seed_reconstruction=reconstruction,
@@ -301,6 +315,21 @@ def _matrix(value: Any, shape: tuple[int, int], where: str) -> np.ndarray:
     return matrix
 
 
+def _path(value: Any, root: Path, where: str) -> Path:
+    if not isinstance(value, str):
+        raise DatasetError(f"{where} is {value!r}, not a file name. Correct it there.")
+    return root / value
+
+
+def _number(value: Any, default: float, where: str) -> float:
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise DatasetError(f"{where} is {value!r}, not a number. Correct it there.") from None
+
+
 def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path) -> Frame:
     label = f"frame {number}"
     if not isinstance(entry, dict) or not isinstance(entry.get("file_path"), str):
@@ -316,13 +345,10 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
             if default is not None:
                 return default
             raise DatasetError(f"{path}: {label} ({name}) has no {key}, and neither has the file. Add it.")
-        try:
-            return float(given)
-        except (TypeError, ValueError):
-            raise DatasetError(f"{path}: {key} of {label} ({name}) is {given!r}, not a number.") from None
+        return _number(given, 0.0, f"{path}: {key} of {label} ({name})")
 
     model = value("camera_model") or "OPENCV"
-    if model not in kLensNames:
+    if not isinstance(model, str) or model not in kLensNames:
         raise DatasetError(
             f"{path}: {label} ({name}) has the camera model {model}, which is not supported. Supported are "
             f"{', '.join(kLensNames)}; undistort the images first."
@@ -341,14 +367,29 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
             raise DatasetError(
                 f"{path}: {label} ({name}) has no w and h, and {image} cannot be read. Add w and h, or the image."
             ) from None
-    width, height = int(number_of("w", width)), int(number_of("h", height))
+    width, height = number_of("w", width), number_of("h", height)
+    if not (math.isfinite(width) and math.isfinite(height)):
+        raise DatasetError(
+            f"{path}: {label} ({name}) has the image size {width:g}x{height:g}. Correct it there."
+        )
+    width, height = int(width), int(height)
     if value("fl_x") is None and value("camera_angle_x") is not None:
-        fx = 0.5 * width / math.tan(0.5 * number_of("camera_angle_x"))
+        angle = number_of("camera_angle_x")
+        if not 0 < angle < math.pi:
+            raise DatasetError(
+                f"{path}: camera_angle_x of {label} ({name}) is {angle:g}, expected radians between 0 and pi."
+            )
+        fx = 0.5 * width / math.tan(0.5 * angle)
     else:
         fx = number_of("fl_x")
     given = value("distortion_params")
     if given is not None:  # Nerfstudio's order: k1 k2 k3 k4 p1 p2
-        k1, k2, k3, k4, p1, p2 = (*map(float, given), 0, 0, 0, 0, 0, 0)[:6]
+        where = f"{path}: distortion_params of {label} ({name})"
+        if not isinstance(given, list) or len(given) > 6:
+            raise DatasetError(
+                f"{where} is {given!r}, expected a list of k1 k2 k3 k4 p1 p2. Correct it there."
+            )
+        k1, k2, k3, k4, p1, p2 = (*(_number(entry, 0.0, where) for entry in given), *[0.0] * 6)[:6]
     else:
         k1, k2, k3, k4, p1, p2 = (number_of(key, 0.0) for key in ("k1", "k2", "k3", "k4", "p1", "p2"))
     if kLensNames[model] == "fisheye":
@@ -362,8 +403,8 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         name=name,
         label=label,
         image=image,
-        mask=root / mask if mask else None,
-        depth=root / depth if depth else None,
+        mask=_path(mask, root, f"{path}: mask_path of {label} ({name})") if mask else None,
+        depth=_path(depth, root, f"{path}: depth_file_path of {label} ({name})") if depth else None,
         camera_to_world=pose,
         width=width,
         height=height,
@@ -398,6 +439,8 @@ def read_ply_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
             colors = np.stack([np.asarray(vertex[c]) for c in channels], axis=1)
             if colors.dtype.kind == "f":
                 colors = np.nan_to_num(colors * (255 if not len(colors) or colors.max() <= 1 else 1)).round()
+            if colors.dtype == np.uint16 and len(colors) and colors.max() > 255:  # 16 bit a channel
+                colors = (colors.astype(np.uint32) + 128) // 257
             return xyz, colors.clip(0, 255).astype(np.uint8)
     if all(f"f_dc_{i}" in names for i in range(3)):
         dc = np.stack([np.asarray(vertex[f"f_dc_{i}"]) for i in range(3)], axis=1)

@@ -26,6 +26,9 @@ kFixHint = (
 )
 
 
+kFarthest = 1e12  # units from the origin: beyond, a single pose flattens all others
+
+
 class DatasetError(Exception):
     """A capture that cannot be used. `str()` is what the user reads: one sentence, or a list of them."""
 
@@ -62,6 +65,11 @@ def check_pose(frame: Frame, source: Path) -> str | None:
     if not np.isfinite(pose).all():
         return (
             f"{source.name}: the pose of {name} has NaN or infinite entries. Remove the frame, or repair it."
+        )
+    if np.abs(pose[:3, 3]).max() > kFarthest:
+        return (
+            f"{source.name}: the pose of {name} lies {np.abs(pose[:3, 3]).max():.3g} units from the origin, farther than "
+            "any number here can follow. Remove the frame, or repair it."
         )
     rotation = pose[:3, :3]
     if np.linalg.det(rotation) < 0.5 or np.abs(rotation.T @ rotation - np.eye(3)).max() > 2e-2:

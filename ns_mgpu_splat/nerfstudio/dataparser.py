@@ -102,13 +102,12 @@ class MgpuSplatDataParser(DataParser):
 
     def _generate_dataparser_outputs(self, split: str = "train", **kwargs: Any) -> DataparserOutputs:
         """Raises DatasetError with everything that is wrong."""
+        check_options(self.config)
         capture = self.capture()
         frames = capture.frames
         transform, scale = self._world(frames, capture)
         members = split_members(capture, self.config, split)
-        factor = self.config.downscale_factor or 1
-        if factor < 1 or int(factor) != factor:
-            raise DatasetError(f"downscale-factor is {factor}; it must be a whole number from 1 up.")
+        factor = 1 if self.config.downscale_factor is None else self.config.downscale_factor
         chosen = [frames[i] for i in members]
         sources = [image_source(frame, int(factor)) for frame in chosen]
         cameras = self._cameras([self._pose(f, transform, scale) for f in chosen], sources)
@@ -236,6 +235,21 @@ class MgpuSplatDataParser(DataParser):
         )
         CONSOLE.print(f"[bold yellow]{why}: starting from {count:,} random points in what the cameras see.")
         return random_points(cameras, count, extent)
+
+
+def check_options(config: MgpuSplatDataParserConfig) -> None:
+    """Raise DatasetError naming the first option of the dataparser that is impossible."""
+    factor = config.downscale_factor
+    for option, value, wanted, fits in (
+        ("downscale-factor", factor, "a whole number from 1 up", factor is None or (factor >= 1 and int(factor) == factor)),
+        ("scale-factor", config.scale_factor, "a factor above 0", 0 < config.scale_factor < math.inf),
+        ("scene-scale", config.scene_scale, "a length above 0", 0 < config.scene_scale < math.inf),
+        ("train-split-fraction", config.train_split_fraction, "between 0 and 1", 0 <= config.train_split_fraction <= 1),
+        ("eval-interval", config.eval_interval, "a whole number from 2 up", config.eval_interval >= 2),
+        ("num-random-points", config.num_random_points, "0 or more", config.num_random_points >= 0),
+    ):  # fmt: skip
+        if not fits:
+            raise DatasetError(f"--pipeline.datamanager.dataparser.{option} is {value}; it must be {wanted}.")
 
 
 def image_source(frame: Frame, factor: int) -> ImageSource:

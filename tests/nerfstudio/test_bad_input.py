@@ -60,6 +60,10 @@ def set_pose(meta: dict, value: float) -> None:
     meta["frames"][2]["transform_matrix"][0][3] = value
 
 
+def set_meta(key: str, value: object) -> Callable[[Path], None]:
+    return lambda root: edit(root, lambda meta: meta.update({key: value}))
+
+
 def missing_image(root: Path) -> None:
     (root / "images" / "view_001.png").unlink()
 
@@ -98,6 +102,32 @@ NERFSTUDIO = {
         lambda r: edit(r, lambda m: m.update(camera_model="FISHEYE624")),
         ["transforms.json", "FISHEYE624", "not supported"],
     ),
+    "NaN size": (set_meta("w", float("nan")), ["transforms.json", "view_000.png", "nanx48"]),
+    "angle of 0": (
+        lambda r: edit(r, lambda m: (m.pop("fl_x"), m.pop("fl_y"), m.update(camera_angle_x=0))),
+        ["transforms.json", "camera_angle_x", "between 0 and pi"],
+    ),
+    "list as camera": (set_meta("camera_model", ["PINHOLE"]), ["transforms.json", "not supported"]),
+    "distortion as text": (set_meta("distortion_params", ["a"]), ["distortion_params", "'a', not a number"]),
+    "distortion as number": (set_meta("distortion_params", 0.1), ["distortion_params", "expected a list"]),
+    "cloud as number": (set_meta("ply_file_path", 3), ["transforms.json: ply_file_path is 3", "file name"]),
+    "mask as number": (
+        lambda r: edit(r, lambda m: [f.update(mask_path=3) for f in m["frames"]]),
+        ["mask_path of frame 0", "is 3, not a file name"],
+    ),
+    "scale as text": (set_meta("applied_scale", "x"), ["applied_scale is 'x', not a number"]),
+    "scale of 0": (set_meta("applied_scale", 0), ["applied_scale is 0", "above 0"]),
+    "orientation": (
+        set_meta("orientation_override", "sideways"),
+        ["orientation_override is 'sideways'", "pca"],
+    ),
+    "split outside": (
+        set_meta("train_filenames", ["/x/y.png"]),
+        ["train_filenames names /x/y.png", "no frame"],
+    ),
+    "split as text": (set_meta("train_filenames", "view_000.png"), ["train_filenames is no list"]),
+    "split of numbers": (set_meta("val_filenames", [1]), ["an entry of val_filenames is 1, not a file name"]),
+    "pose at no place": (lambda r: edit(r, lambda m: set_pose(m, 1e300)), ["view_002.png", "1e+300 units"]),
     "cut transforms": (lambda r: cut(r / "transforms.json"), ["transforms.json", "no valid JSON"]),
     "NaN point": (nan_points, ["sparse_pc.ply", "1 of 50 points", "17"]),
     "cut cloud": (lambda r: cut(r / "sparse_pc.ply"), ["sparse_pc.ply", "cut short"]),
