@@ -4,6 +4,8 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "backend/device.h"
 #include "memory/pool.h"
 #include "memory/provider.h"
@@ -75,6 +77,15 @@ c10::Allocator* mgpu_allocator() {
 c10::Allocator* backing_allocator() {
   static BackingAllocator* instance = new BackingAllocator;
   return instance;
+}
+
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  c10::DataPtr data = mgpu_allocator()->allocate(bytes);
+  const size_t kept = std::min(bytes, impl->nbytes());
+  if (kept > 0) copy_bytes(data.get(), impl->data(), kept);
+  impl->set_data_ptr_noswap(std::move(data));
+  impl->set_nbytes(bytes);
 }
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, mgpu_allocator())

@@ -2,6 +2,7 @@
 // allocator.h: torch's view of the pool (memory/pool.h).
 #pragma once
 #include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
 
 #include "backend/flavour.h"
 
@@ -14,6 +15,9 @@ c10::Allocator* backing_allocator();
 
 // Memory of the pool with a device's label; torch.OutOfMemoryError if there is none.
 c10::DataPtr pool_data(size_t bytes, c10::Device device);
+
+// Give an mgpu storage new memory of `bytes`, with what fits of its contents.
+void resize_storage(const c10::Storage& storage, size_t bytes);
 
 // Let tensors that a backing kernel makes inside an AllocationScope come from the pool too, so that the
 // results of the fallback are aggregate memory: counted, placed, and reused. Called once, by init(). Nothing to do in the

@@ -48,12 +48,7 @@ struct MgpuHooks final : at::PrivateUse1HooksInterface {
   }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-    c10::DataPtr data = mgpu_allocator()->allocate(bytes);
-    const size_t kept = std::min(bytes, impl->nbytes());
-    if (kept > 0) copy_bytes(data.get(), impl->data(), kept);
-    impl->set_data_ptr_noswap(std::move(data));
-    impl->set_nbytes(bytes);
+    resize_storage(storage, bytes);
   }
 };
 
