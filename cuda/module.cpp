@@ -2,7 +2,11 @@
 // module.cpp: the Python module `_mgpu`; every room binds its own functions (bindings.h).
 #include "bindings.h"
 
+#include <new>
+#include <string>
 #include <vector>
+
+#include "memory/pool.h"
 
 namespace mgpu {
 
@@ -21,5 +25,14 @@ bool add_binder(Binder binder) {
 }  // namespace mgpu
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  // Temporaries that find no memory raise what torch raises, with what each shard holds.
+  pybind11::register_local_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const std::bad_alloc& error) {
+      const pybind11::object type = pybind11::module_::import("torch").attr("OutOfMemoryError");
+      PyErr_SetString(type.ptr(), (std::string(error.what()) + "\n" + mgpu::memory_table()).c_str());
+    }
+  });
   for (mgpu::Binder bind : mgpu::binders()) bind(m);
 }

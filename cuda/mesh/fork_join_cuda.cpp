@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "mesh/fork_join.h"
+#include "mesh/gate.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -135,6 +136,7 @@ void check_kernel(const char* stage, int shard, int64_t rows) {
 }
 
 void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
+  const LaunchScope launch;  // pages do not move meanwhile
   if (access == Access::kExchange) join_shards();
   for (const Shard& shard : mesh().shards()) {
     DeviceGuard guard(shard_device(shard.index));
