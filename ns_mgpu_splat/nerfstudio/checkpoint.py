@@ -62,7 +62,7 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
         state: of tensors and plain Python values; moved to the host here.
         folder: of checkpoints; made if absent. Its parent takes the unfinished file.
         keep_others: leave older checkpoints; otherwise they are removed once this one is on disk.
-    Raises: CheckpointError if the disk is too small; nothing is removed then.
+    Raises: CheckpointError if the disk is too small or writing fails; nothing is removed then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:09d}.ckpt"
@@ -79,9 +79,9 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
             file.flush()
             os.fsync(file.fileno())
         aside.replace(target)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's writer hides a full disk in a RuntimeError
         raise CheckpointError(
-            f"{target} could not be written: {error}. Older checkpoints are as they were."
+            f"{target} could not be written ({_first_line(error)}); is the disk full? Older checkpoints are as they were."
         ) from error
     finally:
         aside.unlink(missing_ok=True)

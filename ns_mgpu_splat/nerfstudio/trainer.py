@@ -150,6 +150,7 @@ class MgpuSplatTrainer(Trainer):
         self.mixed_precision = self.use_grad_scaler = False
         self._loaded: dict[str, Any] | None = None
         self._stop_signal: int | None = None
+        self._saved_step: int | None = None
         self.stop_training = False
 
     # ---- setting up -----------------------------------------------------------------------------------------------
@@ -260,9 +261,19 @@ class MgpuSplatTrainer(Trainer):
                     break
                 self._one_step(step)
         if self._stop_signal is not None:
-            path = self._save(self.step)
-            CONSOLE.print(f"Stopped after step {self.step + 1:,}; resume with --load-checkpoint {path}")
+            if self.step < self._start_step:
+                CONSOLE.print("Stopped before the first step: there is nothing new to save.")
+            else:
+                try:
+                    path = self._save(self.step)
+                except CheckpointError as error:
+                    raise SystemExit(f"mgpu-splat: {error}") from None
+                CONSOLE.print(f"Stopped after step {self.step + 1:,}; resume with --load-checkpoint {path}")
             raise SystemExit(128 + self._stop_signal)
+        if self.step < self._start_step:
+            raise SystemExit(
+                "mgpu-splat: training was ended before its first step: there is nothing new to save."
+            )
         self._after_train()
 
     def _stopping(self) -> bool:
@@ -289,8 +300,14 @@ class MgpuSplatTrainer(Trainer):
             writer.put_dict(name="Train Metrics Dict", scalar_dict=metrics_dict, step=step)
             self.optimizers.log_rates(step)
         if len(self.pipeline.datamanager.eval_dataset) > 0:
-            with self.train_lock, self._random_state_kept():
-                self.eval_iteration(step)
+            try:
+                with self.train_lock, self._random_state_kept():
+                    self.eval_iteration(step)
+            except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
+                CONSOLE.print(
+                    f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]"
+                )
+                CONSOLE.print(str(error), markup=False)
         # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
         if (step + 1) % max(1, self.config.steps_per_save) == 0 and step + 1 < self.config.max_num_iterations:
             self.save_checkpoint(step)
@@ -326,9 +343,11 @@ class MgpuSplatTrainer(Trainer):
     def _random_state_kept(self) -> Iterator[None]:
         """Evaluation must not change what training draws."""
         state = checkpoint.random_state() if self._evaluates_at(self.step) else None
-        yield
-        if state is not None:
-            checkpoint.restore_random_state(state)
+        try:
+            yield
+        finally:
+            if state is not None:
+                checkpoint.restore_random_state(state)
 
     def _evaluates_at(self, step: int) -> bool:
         config = self.config
@@ -362,7 +381,11 @@ class MgpuSplatTrainer(Trainer):
                 signal.signal(number, handler)
 
     def _after_train(self) -> None:
-        """Save, evaluate, and leave the viewer open if it is to stay."""
+        """Save, evaluate, and leave the viewer open if it is to stay.
+
+        Saving comes first: what goes wrong in an evaluation, or a kill during it, must not cost the run.
+        """
+        self.save_checkpoint(self.step)
         for event_writer in writer.EVENT_WRITERS:
             if isinstance(event_writer, ProgressWriter):
                 event_writer.finish(self.step)
@@ -373,8 +396,13 @@ class MgpuSplatTrainer(Trainer):
         count = len(self.pipeline.datamanager.eval_dataset)
         if not self.config.eval_at_end or count == 0:
             return
-        with self.train_lock, self._random_state_kept():
-            metrics = self.pipeline.get_average_eval_image_metrics(step=self.step)
+        try:
+            with self.train_lock, self._random_state_kept():
+                metrics = self.pipeline.get_average_eval_image_metrics(step=self.step)
+        except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
+            CONSOLE.print("[bold red]The final evaluation failed.[/bold red]")
+            CONSOLE.print(str(error), markup=False)
+            return
         writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict=metrics, step=self.step)
         CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB.")
 
@@ -382,6 +410,8 @@ class MgpuSplatTrainer(Trainer):
 
     def save_checkpoint(self, step: int) -> None:
         """Save all that is needed to go on after this step. A full disk is said, and does not end training."""
+        if self._saved_step == step:
+            return  # Nerfstudio's end of training saves once more
         try:
             self._save(step)
         except CheckpointError as error:
@@ -406,4 +436,6 @@ class MgpuSplatTrainer(Trainer):
                 "sh_degree": self.pipeline.model.config.sh_degree,
             }
             keep = not self.config.save_only_latest_checkpoint
-            return checkpoint.save(state, self.checkpoint_dir, step, keep)
+            path = checkpoint.save(state, self.checkpoint_dir, step, keep)
+            self._saved_step = step
+            return path

@@ -79,6 +79,22 @@ def test_a_full_disk_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.
     assert [s for s, _ in checkpoint.checkpoints(tmp_path)] == [1]
 
 
+def test_a_disk_that_fills_while_writing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer answers a failed write with a RuntimeError of its own; training must survive that."""
+    whole = checkpoint.save({"step": 1, "pipeline": {}}, tmp_path, 1, True)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 768 vs 662\nmore")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"step-000000002\.ckpt could not be written .* full"
+    ):
+        checkpoint.save({"step": 2, "pipeline": {}}, tmp_path, 2, False)
+    assert [path for _, path in checkpoint.checkpoints(tmp_path)] == [whole]
+    assert not list(tmp_path.parent.glob(".step-*")), "nothing unfinished is left"
+
+
 def test_a_newer_format_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     newer = checkpoint.save({"step": 1, "pipeline": {}, "format": checkpoint.kFormat + 1}, tmp_path, 1, True)
     with pytest.raises(CheckpointError, match="Upgrade"):

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run ends: what is saved, in which order, when something goes wrong at its edges."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from nerfstudio.engine.trainer import Trainer
+
+from ns_mgpu_splat.data.images import ImageError
+from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
+from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
+
+STEPS = 3
+
+
+@pytest.fixture
+def events() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MgpuSplatTrainer:
+    """A trainer whose model and data are stand-ins that write down what is asked of them."""
+    trainer = MgpuSplatTrainer.__new__(MgpuSplatTrainer)
+    trainer.config = copy.deepcopy(mgpu_splat.config)
+    trainer.config.max_num_iterations = STEPS
+    trainer.config.viewer.quit_on_train_completion = True
+    trainer.pipeline, trainer.train_lock = MagicMock(), threading.RLock()
+    trainer.pipeline.datamanager.eval_dataset = [0]
+    trainer.pipeline.get_average_eval_image_metrics = lambda step: events.append("evaluate") or {"psnr": 30.0}
+    trainer.base_dir, trainer.checkpoint_dir, trainer.callbacks = tmp_path, tmp_path, []
+    trainer.training_state, trainer.stop_training, trainer._stop_signal = "training", False, None
+    trainer._start_step, trainer._saved_step = 0, None
+    monkeypatch.setattr(trainer, "_init_viewer_state", lambda: None)
+    monkeypatch.setattr(trainer, "_signals", contextlib.nullcontext)
+    monkeypatch.setattr(trainer, "_one_step", lambda step: events.append(f"step {step}"))
+    trainer.optimizers = MagicMock()
+    trainer.optimizers.state.return_value = {}
+
+    def save(state: dict[str, Any], folder: Path, step: int, keep: bool) -> Path:
+        events.append(f"save {step}")
+        return folder / "x.ckpt"
+
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.checkpoint.save", save)
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.trainer.shard_names", lambda: ("cpu:0",))
+    monkeypatch.setattr("nerfstudio.utils.writer.put_dict", lambda **_: None)
+    monkeypatch.setattr("nerfstudio.utils.writer.put_time", lambda **_: None)
+    monkeypatch.setattr(Trainer, "_after_train", lambda self: self.save_checkpoint(self.step))
+    return trainer
+
+
+def test_the_last_step_is_saved_once_and_before_it_is_evaluated(
+    trainer: MgpuSplatTrainer, events: list[str]
+) -> None:
+    trainer.train()
+    assert events == ["step 0", "step 1", "step 2", "save 2", "evaluate"]
+
+
+def test_a_failing_evaluation_costs_no_run(
+    trainer: MgpuSplatTrainer, events: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(step: int) -> None:
+        raise ImageError("held_out.png cannot be read: it is cut short")
+
+    trainer.pipeline.get_average_eval_image_metrics = fail
+    trainer.train()
+    assert events[-1] == "save 2"
+    assert "held_out.png cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_stop_before_the_first_step_saves_nothing(
+    trainer: MgpuSplatTrainer, events: list[str], start: int
+) -> None:
+    """A checkpoint of step -1 would have a name that no tool reads."""
+    trainer._start_step, trainer._stop_signal = start, signal.SIGTERM
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert events == []
+
+
+def test_a_stop_on_a_full_disk_ends_with_a_sentence(
+    trainer: MgpuSplatTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise CheckpointError("step-000000000.ckpt needs 2.0 GiB")
+
+    def step_and_stop(step: int) -> None:
+        trainer._stop_signal = signal.SIGINT
+
+    monkeypatch.setattr(trainer, "_one_step", step_and_stop)
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.checkpoint.save", full)
+    with pytest.raises(SystemExit, match=r"mgpu-splat: step-000000000\.ckpt needs 2\.0 GiB"):
+        trainer.train()
