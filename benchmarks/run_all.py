@@ -20,7 +20,9 @@ def machine() -> str:
     model = platform.processor() or "unknown processor"
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
         model = names[0] if names else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}"
@@ -30,13 +32,17 @@ def main() -> int:
     """Exit code 0 if every benchmark ran to its end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="on the GPUs of MGPU_DEVICES, default all of them")
-    parser.add_argument("--output", type=Path, default=HERE.parent / ".bench", help="folder for the JSON files")
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / ".bench", help="folder for the JSON files"
+    )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     if not arguments.gpu:
         environment.setdefault("MGPU_DEVICES", "cpu:1")
-    print(f"{machine()}, {time.strftime('%Y-%m-%d')}, MGPU_DEVICES={environment.get('MGPU_DEVICES', 'all GPUs')}")
+    print(
+        f"{machine()}, {time.strftime('%Y-%m-%d')}, MGPU_DEVICES={environment.get('MGPU_DEVICES', 'all GPUs')}"
+    )
     failed = []
     for name in BENCHMARKS:
         target = arguments.output / name.replace(".py", ".json")

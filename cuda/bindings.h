@@ -13,7 +13,7 @@ bool add_binder(Binder binder);
 }  // namespace mgpu
 
 // In a bindings_*.cpp: MGPU_BINDINGS(render) { m.def("splat_forward", ...); }
-#define MGPU_BINDINGS(room)                                                              \
-  static void bind_##room(pybind11::module_& m);                                         \
-  [[maybe_unused]] static const bool bound_##room = ::mgpu::add_binder(&bind_##room);    \
+#define MGPU_BINDINGS(room)                                                           \
+  static void bind_##room(pybind11::module_& m);                                      \
+  [[maybe_unused]] static const bool bound_##room = ::mgpu::add_binder(&bind_##room); \
   static void bind_##room(pybind11::module_& m)

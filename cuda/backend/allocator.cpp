@@ -41,7 +41,9 @@ class MgpuAllocator final : public c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { copy_bytes(to, from, bytes); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override { empty_cache(); }
-  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { note_use(data.get(), stream.id()); }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    note_use(data.get(), stream.id());
+  }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex /*device*/) override {
     const MemoryCounts counts = memory_counts();

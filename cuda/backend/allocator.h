@@ -20,8 +20,8 @@ c10::DataPtr pool_data(size_t bytes, c10::Device device);
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
 // Let tensors that a backing kernel makes inside an AllocationScope come from the pool too, so that the
-// results of the fallback are aggregate memory: counted, placed, and reused. Called once, by init(). Nothing to do in the
-// CUDA flavour, which goes through torch's own allocator (flavour_cuda.cpp).
+// results of the fallback are aggregate memory: counted, placed, and reused. Called once, by init(). Nothing
+// to do in the CUDA flavour, which goes through torch's own allocator (flavour_cuda.cpp).
 void install_allocation_scope();
 
 // While alive, this thread's new backing tensors come from the pool, where the flavour needs that.

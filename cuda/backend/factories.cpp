@@ -42,12 +42,11 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size,
                          std::optional<c10::MemoryFormat> memory_format) {
   const c10::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(size);
-  // torch's own resize_ would move the contents with the CPU's memcpy, which cannot read a GPU's memory: so the
-  // storage is grown before, by the backend's way (hooks.cpp), and torch finds it large enough
+  // torch's own resize_ would move the contents with the CPU's memcpy, which cannot read a GPU's memory: so
+  // the storage is grown before, by the backend's way (hooks.cpp), and torch finds it large enough
   const size_t needed = at::detail::computeStorageNbytesContiguous(
       sizes, self.dtype().itemsize(), static_cast<size_t>(self.storage_offset()));
-  if (self.sizes() != sizes && needed > self.storage().nbytes())
-    resize_storage(self.storage(), needed);
+  if (self.sizes() != sizes && needed > self.storage().nbytes()) resize_storage(self.storage(), needed);
   return at::native::resize_(self, sizes, memory_format);
 }
 

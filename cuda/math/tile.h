@@ -42,8 +42,8 @@ HOST_DEVICE inline F exp_negative(F x) {
 }
 
 #if defined(__CUDA_ARCH__)
-// One instruction of the GPU instead of twelve: within 2 ulp of 2^y, and y is off by at most half an ulp, so for the alphas
-// that count (x above -5.6) the result is within 5e-7.
+// One instruction of the GPU instead of twelve: within 2 ulp of 2^y, and y is off by at most half an ulp, so
+// for the alphas that count (x above -5.6) the result is within 5e-7.
 __device__ inline float exp_negative(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504088896341f));

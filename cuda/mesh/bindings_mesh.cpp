@@ -15,7 +15,8 @@ MGPU_BINDINGS(mesh) {
     for (const Shard& shard : mesh().shards()) names.push_back(shard.name);
     return names;
   });
-  m.def("set_num_threads", &set_num_threads, "Threads of the host flavour's pool, the caller's own included.");
+  m.def("set_num_threads", &set_num_threads,
+        "Threads of the host flavour's pool, the caller's own included.");
   m.def("num_threads", &num_threads);
 }
 

@@ -14,13 +14,16 @@ enum class Access {
   kExchange,  // pages of any shard: the stage is one of the declared exchanges
 };
 
-// Run `work` once per shard, concurrently, and return when all are done. If some throw, the exception of the lowest
-// shard is thrown again as std::runtime_error, with stage and shard in its text (std::bad_alloc stays what it is).
-// With MGPU_CHECK_LOCALITY=1 the shards run in turn, each with the other shards' pages protected.
-void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access = Access::kLocal);
+// Run `work` once per shard, concurrently, and return when all are done. If some throw, the exception of the
+// lowest shard is thrown again as std::runtime_error, with stage and shard in its text (std::bad_alloc stays
+// what it is). With MGPU_CHECK_LOCALITY=1 the shards run in turn, each with the other shards' pages
+// protected.
+void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work,
+                    Access access = Access::kLocal);
 
-// Cut [0, count) into pieces of about `grain` items and run `work(begin, end)` on them with all threads of the pool.
-// Pieces are the same whatever the number of threads. May be called from inside for_each_shard or parallel_for.
+// Cut [0, count) into pieces of about `grain` items and run `work(begin, end)` on them with all threads of
+// the pool. Pieces are the same whatever the number of threads. May be called from inside for_each_shard or
+// parallel_for.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work);
 
 // Threads that parallel_for uses, the caller's own included. Default: torch.get_num_threads() at init().

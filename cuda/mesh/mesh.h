@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mesh.h: the ordered list of shards that make up the aggregate device, and the equal split of rows over them.
+// mesh.h: the ordered list of shards that make up the aggregate device, and the equal split of rows over
+// them.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -35,10 +36,12 @@ class Mesh {
 // The mesh of this process. One shard, "cpu:0", until set_mesh is called.
 const Mesh& mesh();
 
-// Called once, by ns_mgpu_splat.init(), before any tensor exists. Throws std::invalid_argument on an empty list.
+// Called once, by ns_mgpu_splat.init(), before any tensor exists. Throws std::invalid_argument on an empty
+// list.
 void set_mesh(const std::vector<std::string>& names);
 
-// Part `shard` of `count` items cut into `shards` equal contiguous chunks; the last ones may be short or empty.
+// Part `shard` of `count` items cut into `shards` equal contiguous chunks; the last ones may be short or
+// empty.
 inline RowRange equal_chunk(int64_t count, int shard, int shards) {
   const int64_t chunk = (count + shards - 1) / shards;
   const int64_t begin = chunk * shard < count ? chunk * shard : count;

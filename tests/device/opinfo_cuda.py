@@ -113,7 +113,9 @@ def main() -> int:
     mode, path = sys.argv[1:]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # cuDNN's convolutions too: its flags are frozen by torch's test code
+    os.environ["NVIDIA_TF32_OVERRIDE"] = (
+        "0"  # cuDNN's convolutions too: its flags are frozen by torch's test code
+    )
     torch.backends.cuda.matmul.allow_tf32 = False
     reference: dict[str, list[Any]] = torch.load(path, weights_only=False) if mode == "mgpu" else {}
     if mode == "mgpu":
