@@ -192,7 +192,9 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
         listing = root / f"{'validation' if name == 'val' else name}_list.txt"
         if listing.is_file():
             split[name] = {
-                images_dir / line.strip() for line in listing.read_text().splitlines() if line.strip()
+                images_dir / line.strip()
+                for line in listing.read_text("utf-8-sig", "replace").splitlines()
+                if line.strip()
             }
     return Capture(
         root=root,

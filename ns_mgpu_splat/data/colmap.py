@@ -215,6 +215,18 @@ def rotation_from_quaternion(q: tuple[float, float, float, float]) -> np.ndarray
     )
 
 
+def _is_image(line: str) -> bool:
+    """Whether a line describes an image: nine numbers and a name. Observations are numbers alone, three each."""
+    fields = line.split(maxsplit=10)
+    if len(fields) < 10:
+        return False
+    try:
+        float(fields[9])
+    except ValueError:
+        return True
+    return False
+
+
 def read_images(folder: Path) -> tuple[list[ColmapImage], Path]:
     """Registered images in the file's order, and the file they came from."""
     path = _pick(folder, "images")
@@ -235,6 +247,12 @@ def read_images(folder: Path) -> tuple[list[ColmapImage], Path]:
     lines = _records(path)
     while lines and not lines[0]:
         lines.pop(0)
+    for line in lines[1::2]:
+        if _is_image(line):  # taken for observations, it would be lost without a word
+            raise DatasetError(
+                f"{path} has no line of 2D observations before the line '{line[:60]}'. Each image needs two lines, of "
+                "which the second may be empty."
+            )
     for line in lines[0::2]:  # every second line holds 2D observations and may be empty
         if not line:
             continue
@@ -274,10 +292,12 @@ def read_points(folder: Path) -> tuple[np.ndarray, np.ndarray, Path]:
         return xyz, rgb, path
     rows = [line.split(maxsplit=7)[1:7] for line in _records(path) if line]
     try:
+        if any(len(row) != 6 for row in rows):
+            raise ValueError
         table = np.array(rows, dtype=np.float64).reshape(-1, 6)
     except ValueError:
         raise DatasetError(
-            f"{path} is cut short or damaged: a line has fewer than 7 fields. Copy it again."
+            f"{path} is cut short or damaged: a line has fewer than 7 fields, or a word among them. Copy it again."
         ) from None
     _check_promise(path, "points", len(table))
     return table[:, :3], table[:, 3:].clip(0, 255).astype(np.uint8), path

@@ -53,9 +53,12 @@ def init(devices: str | None = None) -> torch.device:
             else `cpu:1`; and any mesh at all if the device is registered.
     Returns: `torch.device("mgpu")`; a process has one mesh, index 0.
     Raises: RuntimeError if another mesh or another PrivateUse1 backend is registered, or in a forked process;
-        ValueError if `devices` cannot be read; ns_mgpu_splat.device.build.BuildError if the module cannot be built.
+        ValueError if `devices` cannot be read; TypeError if it is no text;
+        ns_mgpu_splat.device.build.BuildError if the module cannot be built.
     """
     global _mesh, _flavour
+    if devices is not None and not isinstance(devices, str):
+        raise TypeError(f"devices is {devices!r}, expected text such as 'cpu:4' or '0,1'.")
     with _lock:
         if _mesh is not None:
             _check_same_mesh(devices, _mesh)
@@ -143,9 +146,9 @@ def _wait_for_autograd(owner: int, timeout_s: float = 2.0) -> None:
 
 
 def _check_same_mesh(devices: str | None, mesh: config.MeshConfig) -> None:
-    if devices is None:
+    if devices is None or not devices.strip():  # blank asks for nothing in particular
         return
-    if devices.strip() and config.parse_devices(devices, gpus=config.MAX_SHARDS) == mesh:
+    if config.parse_devices(devices, gpus=config.MAX_SHARDS) == mesh:
         return
     raise RuntimeError(
         f"mgpu is registered with the shards {', '.join(mesh.shards)} and cannot change to {devices!r} in this process; "

@@ -8,7 +8,6 @@ of one, and Nerfstudio's tools, which take every name in the folder for a checkp
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import re
 import shutil
@@ -130,7 +129,9 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Checkpoint {path} does not exist.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # bytes that are no checkpoint make the unpickler raise anything
         reason = (
             "is cut short or damaged" if not _is_whole_zip(path) else f"cannot be read ({_first_line(error)})"
         )

@@ -39,6 +39,16 @@ def test_init_again_with_the_same_devices_is_harmless() -> None:
     assert ns_mgpu_splat.init(f"cpu:{len(shards)}") == torch.device("mgpu", 0)
 
 
+def test_init_again_with_blank_devices_is_harmless() -> None:
+    assert ns_mgpu_splat.init("") == ns_mgpu_splat.init(" ") == torch.device("mgpu", 0)
+
+
+@pytest.mark.parametrize("devices", [3, torch.device("cpu"), ["cpu:2"]])
+def test_devices_that_are_no_text_are_named(devices: object) -> None:
+    with pytest.raises(TypeError, match=r"devices is .*, expected text such as 'cpu:4'"):
+        ns_mgpu_splat.init(devices)  # type: ignore[arg-type]
+
+
 def test_init_again_with_other_devices_says_so() -> None:
     with pytest.raises(RuntimeError, match="cannot change to 'cpu:17' in this process"):
         ns_mgpu_splat.init("cpu:17")

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from ns_mgpu_splat.data import capture as captures
-from ns_mgpu_splat.data import colmap
+from ns_mgpu_splat.data import checks, colmap
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
 
 
@@ -224,3 +224,24 @@ def test_capture_is_found_without_a_flag(tmp_path: Path) -> None:
     both = scene.write_nerfstudio(tmp_path / "a", images=2)
     assert captures.read_capture(both.root).layout == "nerfstudio"
     assert captures.read_capture(both.root, colmap_path=Path("sparse/0")).layout == "colmap"
+
+
+def test_a_colmap_text_model_with_one_line_an_image_is_refused_not_halved(tmp_path: Path) -> None:
+    scene.write_colmap(tmp_path, images=4, binary=False)
+    file = tmp_path / "sparse" / "0" / "images.txt"
+    images = [line for line in file.read_text().splitlines() if line.endswith(".png")]
+    assert len(images) == 4
+    file.write_text("\n".join(images) + "\n")
+    with pytest.raises(
+        checks.DatasetError, match=r"images\.txt has no line of 2D observations before"
+    ) as refused:
+        captures.read_capture(tmp_path)
+    assert "Each image needs two lines" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["hello\n", "1 0 0\n2 0 0\n", "1 0 0 x 1 2 3 0.5\n"])
+def test_colmap_text_points_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    scene.write_colmap(tmp_path, images=2, binary=False)
+    (tmp_path / "sparse" / "0" / "points3D.txt").write_text(text)
+    with pytest.raises(checks.DatasetError, match=r"points3D\.txt is cut short or damaged"):
+        captures.read_capture(tmp_path).read_points()

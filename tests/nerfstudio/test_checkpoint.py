@@ -109,3 +109,12 @@ def test_random_state_comes_back() -> None:
     draws = [(random.random(), np.random.rand(), torch.rand(1).item()) for _ in range(2)]  # noqa: NPY002
     checkpoint.restore_random_state(state)
     assert [(random.random(), np.random.rand(), torch.rand(1).item()) for _ in range(2)] == draws  # noqa: NPY002
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_that_are_no_checkpoint_get_a_sentence(seed: int, tmp_path: Path) -> None:
+    """The unpickler answers noise with any exception: IndexError, UnicodeDecodeError, AttributeError ..."""
+    file = tmp_path / "step-000000009.ckpt"
+    file.write_bytes(b"\x80\x02" + np.random.default_rng(seed).bytes(20_000) if seed else b"0pop from empty")
+    with pytest.raises(CheckpointError, match=f"Checkpoint {file} is cut short or damaged"):
+        checkpoint.read(file)
