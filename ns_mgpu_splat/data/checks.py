@@ -159,8 +159,16 @@ def find_bad_frames(
     """
     bad: list[BadFrame] = []
     sound: list[int] = []
+    first_of: dict[Path, Frame] = {}
     for index, frame in enumerate(capture.frames):
-        sentence = check_pose(frame, capture.source)
+        first = first_of.setdefault(frame.image, frame)
+        if first is not frame:  # one copy could be held out and the other trained on
+            sentence: str | None = (
+                f"{capture.source.name}: {frame.label} and {first.label} are the same photograph, {frame.name}. "
+                "Remove one of them."
+            )
+        else:
+            sentence = check_pose(frame, capture.source)
         if sentence is None:
             sound.append(index)
         else:

@@ -64,6 +64,7 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
     Raises: CheckpointError if the disk is too small or writing fails; nothing is removed then.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder.parent)
     target = folder / f"step-{step:09d}.ckpt"
     need, free = tensor_bytes(state), shutil.disk_usage(folder).free
     if need > free:
@@ -94,6 +95,14 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
             if other != target:
                 other.unlink()
     return target
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove unfinished checkpoints of processes that were killed while they wrote."""
+    for path in folder.glob(".step-*.ckpt.*"):
+        pid = path.suffix[1:]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -134,6 +134,16 @@ class MgpuSplatTrainerConfig(TrainerConfig):
         if self.schedule_steps < 1 or self.max_num_iterations < 1:
             raise SystemExit("mgpu-splat: --schedule-steps and --max-num-iterations must be at least 1.")
 
+    def save_config(self) -> None:
+        """As Nerfstudio's; an output folder that cannot be made or written ends in one sentence."""
+        try:
+            super().save_config()
+        except OSError as error:
+            raise SystemExit(
+                f"mgpu-splat: the output folder {self.get_base_dir()} cannot be written ({error.strerror}). Choose another "
+                "with --output-dir."
+            ) from None
+
 
 class MgpuSplatTrainer(Trainer):
     """See the module's text."""
@@ -158,7 +168,15 @@ class MgpuSplatTrainer(Trainer):
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
         """Read the checkpoint first: a broken one is refused before images are read and code is compiled."""
         self._loaded = self._read_checkpoint()
-        super().setup(test_mode)
+        try:
+            super().setup(test_mode)
+        except Exception as error:
+            if not type(error).__module__.startswith("wandb"):
+                raise
+            raise SystemExit(
+                f"mgpu-splat: --vis {self.config.vis}: {str(error).splitlines()[0]} Run `wandb login`, set "
+                "WANDB_MODE=offline, or train with --vis viewer+tensorboard."
+            ) from None
         self.pipeline.model.metrics_every = max(1, self.config.logging.steps_per_log)
         end, schedule = self.config.max_num_iterations, self.config.schedule_steps
         if end < schedule // 2:

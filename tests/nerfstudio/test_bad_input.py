@@ -289,3 +289,22 @@ def test_several_processes_are_refused_and_MGPU_DEVICES_named(run_tool: Callable
     assert done.returncode != 0
     assert "MGPU_DEVICES" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_photograph_listed_twice_is_named(tmp_path: Path, never_starts: None) -> None:
+    made = scene.write_nerfstudio(tmp_path / "twice", images=5, points=50)
+    edit(made.root, lambda meta: meta["frames"].append(copy.deepcopy(meta["frames"][1])))
+    said = train(made.root, tmp_path / "out")
+    name = json.loads((made.root / "transforms.json").read_text())["frames"][1]["file_path"]
+    assert "are the same photograph" in said
+    assert Path(name).name in said
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = copy.deepcopy(mgpu_splat.config)
+    config.output_dir, config.timestamp = tmp_path / "file" / "out", "t"
+    config.pipeline.datamanager.data = tmp_path
+    with pytest.raises(SystemExit, match="--output-dir") as refused:
+        config.save_config()
+    assert str(tmp_path / "file") in str(refused.value.code)

@@ -118,3 +118,14 @@ def test_bytes_that_are_no_checkpoint_get_a_sentence(seed: int, tmp_path: Path) 
     file.write_bytes(b"\x80\x02" + np.random.default_rng(seed).bytes(20_000) if seed else b"0pop from empty")
     with pytest.raises(CheckpointError, match=f"Checkpoint {file} is cut short or damaged"):
         checkpoint.read(file)
+
+
+def test_the_unfinished_file_of_a_killed_save_is_removed_by_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "nerfstudio_models"
+    dead = tmp_path / ".step-000000001.ckpt.999999999"  # larger than any process number
+    alive = tmp_path / f".step-000000001.ckpt.{os.getppid()}"
+    dead.write_bytes(b"half")
+    alive.write_bytes(b"another process is still writing")
+    checkpoint.save({"step": 2}, folder, 2, keep_others=False)
+    assert not dead.exists()
+    assert alive.exists()

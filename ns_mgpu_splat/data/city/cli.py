@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"Wrote {options.images} pictures of {options.blocks} blocks to {args.out}; train on them with:"
         )
-        print(f"  ns-train mgpu-splat --data {args.out}")
+        print(f"  ns-train mgpu-splat --data {shlex.quote(str(args.out))}")
     if "splats.ply" in files:
         print(f"Wrote {options.splats:,} Gaussians to {args.out / 'splats.ply'}.")
     return 0
