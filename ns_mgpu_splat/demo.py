@@ -69,6 +69,7 @@ def run(settings: DemoSettings) -> None:
          "--pipeline.model.max-gaussians", str(settings.max_gaussians))  # fmt: skip
     trained = time.monotonic()
     config = out / "runs" / "city" / "mgpu-splat" / "demo" / "config.yml"
+    print("\nScoring the held-out pictures, for the seed points and for the trained model", flush=True)
     before = _scores(config, out / "scores_untrained.json", "--untrained")
     after = _scores(config, out / "scores.json")
     splats = out / "splat.ply"
@@ -82,6 +83,8 @@ def run(settings: DemoSettings) -> None:
     )
     print(f"PSNR, held-out: aerial {_mean(after, 'aerial'):.2f} dB, street {_mean(after, 'street'):.2f} dB; "
           f"seed points alone {_mean(before):.2f} dB")  # fmt: skip
+    if sys.prefix != sys.base_prefix:
+        print(f"the commands live in a virtual environment: source {Path(sys.prefix, 'bin', 'activate')}")
     print(f"held-out PSNR: {_mean(after):.2f} dB")
     print(f"splats: {splats}")
     print(f"viewer: ns-viewer --load-config {config}")

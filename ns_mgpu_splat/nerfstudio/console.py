@@ -39,6 +39,9 @@ class ProgressWriter(LocalWriter):
         """Take in the stored events and print where the step is one that logs."""
         for event in writer.EVENT_STORAGE:
             name, value = event["name"], event["event"]
+            step = max(
+                step, int(event["step"])
+            )  # Nerfstudio hands over the oldest event's: 0 when a run is resumed
             if isinstance(value, dict):
                 self.latest.update({f"{name}/{key}": entry for key, entry in value.items()})
             else:
@@ -76,9 +79,9 @@ class ProgressWriter(LocalWriter):
             known("Train Loss", "loss {:.4f}"),
             known("Train Metrics Dict/psnr", "PSNR {:.2f} dB"),
             known("Train Metrics Dict/gaussian_count", "{:,.0f} Gaussians"),
-            "MiB per shard " + " ".join(f"{used:,.0f}" for used in memory) if memory else None,
+            " + ".join(f"{used:,.0f}" for used in memory) + " MiB" if memory else None,
             known("Train Iter / Sec", "{:.2f} steps/s"),
-            known("Eval Images Metrics/psnr", "held-out {:.2f} dB"),
+            known("Eval Images Metrics/psnr", "a held-out view {:.2f} dB"),
             None if seconds is None else f"{_clock(float(seconds))} left",
         ]
         return "  ".join(part for part in parts if part)

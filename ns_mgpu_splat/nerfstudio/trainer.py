@@ -243,6 +243,12 @@ class MgpuSplatTrainer(Trainer):
             CONSOLE.print("No checkpoint was asked for: training from the seed points.")
             return
         state, self._loaded = self._loaded, None
+        schedule = state.get("schedule_steps", self.config.schedule_steps)
+        if schedule != self.config.schedule_steps:
+            CONSOLE.print(
+                f"[bold yellow]The checkpoint's run had a schedule of {schedule:,} steps, this one has "
+                f"{self.config.schedule_steps:,}: learning rates jump. To go on as before, add --schedule-steps {schedule}."
+            )
         before, now = state.get("shards"), list(shard_names())
         moved = (
             f" (it was saved on {len(before)} shards, this is {len(now)})" if before and before != now else ""
@@ -452,6 +458,7 @@ class MgpuSplatTrainer(Trainer):
                 "shards": list(shard_names()),
                 "gaussians": self.pipeline.model.num_points,
                 "sh_degree": self.pipeline.model.config.sh_degree,
+                "schedule_steps": self.config.schedule_steps,
             }
             keep = not self.config.save_only_latest_checkpoint
             path = checkpoint.save(state, self.checkpoint_dir, step, keep)

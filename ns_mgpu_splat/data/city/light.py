@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ns_mgpu_splat.data.city.town import METRES_PER_UNIT, Material, Town
 
-Array = NDArray[np.float32]
+Array = NDArray[np.floating]  # float32, but for sums on the way
 SUN_COLOR = np.array([1.72, 1.58, 1.34], np.float32)
 SKY_COLOR = np.array([0.50, 0.58, 0.70], np.float32)
 BOUNCE_COLOR = np.array([0.30, 0.28, 0.25], np.float32)

@@ -9,9 +9,11 @@ Texture coordinates stay in metres.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
+from typing import SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +59,8 @@ class Layout:
     rows: int
     blocks: list[tuple[int, int]]
     parks: list[tuple[int, int]]
-    street_x: NDArray[np.float64]
-    street_y: NDArray[np.float64]
+    street_x: NDArray[np.floating]
+    street_y: NDArray[np.floating]
 
     @property
     def half_size(self) -> tuple[float, float]:
@@ -195,7 +197,11 @@ class _Builder:
         return r, g, b
 
     def new_surface(
-        self, material: Material, color: Color, accent: Color = (0, 0, 0), params: tuple[float, ...] = ()
+        self,
+        material: Material,
+        color: Color,
+        accent: Color = (0, 0, 0),
+        params: Sequence[SupportsFloat] = (),
     ) -> int:
         """Add a row to the surface table; colours are sRGB. Returns its index."""
         row = [float(material), *linear(color), *linear(accent), *map(float, params)]
@@ -911,7 +917,7 @@ def build_town(blocks: int, seed: int = 0) -> Town:
     table = np.concatenate(tables)
     k = np.float32(METRES_PER_UNIT)
     return Town(
-        corners=np.concatenate([p[0] for p in parts]) / k,
+        corners=(np.concatenate([p[0] for p in parts]) / k).astype(np.float32, copy=False),
         uv=np.concatenate([p[1] for p in parts]),
         surface=np.concatenate([p[2] for p in parts]).astype(np.int32),
         material=table[:, 0].astype(np.int8),
