@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -155,7 +156,7 @@ class Clock:
             run()
             marks.append(self._mark())
         self.wait()
-        pairs = zip(marks[:-1], marks[1:], strict=True)
+        pairs = itertools.pairwise(marks)
         if self.on_gpu:
             return statistics.median(a.elapsed_time(b) for a, b in pairs)
         return statistics.median((b - a) * 1e3 for a, b in pairs)
@@ -182,6 +183,8 @@ class Mgpu:
         self.clock = Clock("mgpu", self.shards[0].startswith("cuda"), quick)
         self.garden = Garden()
         self.made: tuple[int, float] | None = None
+        self.table: Any = None
+        self.adam: Any = None
 
     def prepare(self, row: Row) -> None:
         """Have the row's scene; the one of the row before is kept if it is the same."""
@@ -342,6 +345,8 @@ class Gsplat:
         self.clock = Clock("cuda", True, quick)
         self.garden = Garden()
         self.made: tuple[int, float] | None = None
+        self.parameters: Any = None
+        self.adam: Any = None
 
     def prepare(self, row: Row) -> None:
         """Have the row's scene."""
@@ -612,10 +617,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="rows of the table")
     parser.add_argument(
         "--only",
-        nargs="+",
+        nargs="*",
         choices=["times", "stages"],
         default=["times", "stages"],
-        help="parts of the measurement",
+        help="parts of the measurement, or none",
     )
     parser.add_argument("--peer", choices=["gsplat"], help="measure it too, in turn A B A B")
     parser.add_argument("--kernels", action="store_true", help="each kernel's time, by torch.profiler")
