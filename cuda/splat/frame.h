@@ -98,6 +98,14 @@ struct TileOwner {
   int64_t pairs = 0;             // length of entry: pairs of (tile, record)
 
   // CUDA flavour
+  // An upper bound of the pairs (patch of 8x4 pixels, record) that the blend stage's box cull can meet: for
+  // each entry of a tile's list, the patches of that tile (2 across, 4 down, from the tile's first pixel)
+  // with
+  //   |mean2d - middle of the patch| <= half_extent * 1.000002 + (half the distance of its outer centres) +
+  //   0.03 px
+  // on both axes. The cull in blend.cu adds less (1.000001 and kCullMargin), so what it keeps is counted
+  // here. Tiles that the ellipse test rejected are not counted. Set by stage "project", in its read-back.
+  int64_t patch_pairs = 0;
   Buffer<int32_t> entry_record;  // owner; as entry, without the ordinal; one of the two is empty
   Buffer<float>
       bucket_state;  // owner; [pairs / 32, 256, 4]: T, red, green, blue before each bucket but a tile's first
