@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -299,12 +300,12 @@ class Mgpu:
 
             for _ in range(5 if self.clock.quick else 15):
                 rgb = self.forward().rgb
-                loss = timed("loss", lambda rgb=rgb, o=objective: self.loss(rgb, o))
+                loss = timed("loss", partial(self.loss, rgb, objective))
                 loss.backward()
                 for stage, seconds in self.adam.pending[-1].times():
                     lists.setdefault(stage, []).append(seconds * 1e3)
                 del rgb, loss
-                timed("step", lambda o=objective: self.step(o))
+                timed("step", partial(self.step, objective))
             result[objective] = {stage: statistics.median(times[3:]) for stage, times in lists.items()}
         return {"stages": result} | self.counts(row)
 
@@ -472,6 +473,13 @@ class Worker:
 
     def ask(self, what: str, row: str, **more: str) -> dict[str, Any]:
         """Ask and wait."""
+        start = time.monotonic()
+        try:
+            return self._ask(what, row, **more)
+        finally:
+            print(f"[{self.side}] {what} of {row}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+
+    def _ask(self, what: str, row: str, **more: str) -> dict[str, Any]:
         question: IO[str] = self.process.stdin  # type: ignore[assignment]
         question.write(json.dumps({"what": what, "row": row, **more}) + "\n")
         question.flush()
@@ -553,60 +561,59 @@ def show_stages(results: dict[str, Any]) -> None:
             print(f"{name} {objective}: {'  '.join(parts)}")
 
 
-def compare_images(files: list[str]) -> float:
-    """Share of pixels whose channels all lie within 2e-3."""
-    ours, theirs = (np.load(file) for file in files)
-    return float((np.abs(ours - theirs).max(-1) <= 2e-3).mean())
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start the sides, ask them row by row."""
-    start: dict[str, Callable[[], Worker]] = {}
-    quick = arguments.quick
+def measure(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Start the sides and ask them row by row; `results` fills up meanwhile."""
+    sides: dict[str, tuple[str, dict[str, str]]] = {}
     if "times" in arguments.only:
-        start["mgpu"] = lambda: Worker("mgpu", quick)
+        sides["times"] = ("mgpu", {})
+        if arguments.peer:
+            sides["peer"] = (arguments.peer, {})
     if "stages" in arguments.only:
-        start["stages"] = lambda: Worker("mgpu", quick, MGPU_STAGE_TIMES="1")
+        sides["stages"] = ("mgpu", {"MGPU_STAGE_TIMES": "1"})
     if arguments.kernels:
-        start["kernels"] = lambda: Worker("mgpu", quick)
-    if arguments.peer == "gsplat":
-        start["gsplat"] = lambda: Worker("gsplat", quick)
-    workers = {side: make() for side, make in start.items()}
+        sides["kernels"] = ("mgpu", {})
+    workers = {part: Worker(side, arguments.quick, **more) for part, (side, more) in sides.items()}
     for worker in workers.values():
         worker.answer()
-    results: dict[str, Any] = {name: {} for name in arguments.rows}
+    results |= {name: {} for name in arguments.rows}
     with locked(arguments.lock), tempfile.TemporaryDirectory() as folder:
-        for side, worker in workers.items():
-            if side == "gsplat":
-                continue  # in turn with ours
-            for name in arguments.rows:
-                result = results[name]
-                if side == "mgpu":
-                    result["times"] = worker.ask("times", name)
-                    peer = workers.get("gsplat")
-                    if peer is None:
-                        continue
-                    result["peers"] = [peer.ask("times", name)]
-                    result["again"] = worker.ask("times", name)
-                    result["peers"].append(peer.ask("times", name))
-                    files = [str(Path(folder) / f"{one}.npy") for one in ("ours", "theirs")]
-                    worker.ask("image", name, file=files[0])
-                    peer.ask("image", name, file=files[1])
-                    result["image"] = compare_images(files)
-                    if abs(result["peers"][0]["checksum"] / result["times"]["checksum"] - 1) > 1e-5:
-                        raise SystemExit(f"{name}: the two sides did not make the same scene")
-                else:
-                    result[side] = worker.ask(side, name)
+        peer = workers.pop("peer", None)
+        for part, worker in workers.items():
+            for name, result in results.items():
+                result[part] = worker.ask(part, name)
+                if part == "times" and peer:
+                    beside_peer(name, result, worker, peer, Path(folder))
             worker.end()  # its memory is free for the next
-        if "gsplat" in workers:
-            workers["gsplat"].end()
-    return {
-        "benchmark": "fast_step",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
-        "rows": results,
-    }
+        if peer:
+            peer.end()
+
+
+def beside_peer(name: str, result: dict[str, Any], worker: Worker, peer: Worker, folder: Path) -> None:
+    """The peer's times and ours in turn, and how many pixels agree."""
+    result["peers"] = [peer.ask("times", name)]
+    result["again"] = worker.ask("times", name)
+    result["peers"].append(peer.ask("times", name))
+    if abs(result["peers"][0]["checksum"] / result["times"]["checksum"] - 1) > 1e-5:
+        raise RuntimeError(f"{name}: the two sides did not make the same scene")
+    files = [folder / "ours.npy", folder / "theirs.npy"]
+    for side, file in zip((worker, peer), files, strict=True):
+        side.ask("image", name, file=str(file))
+    ours, theirs = (np.load(file) for file in files)
+    result["image"] = float((np.abs(ours - theirs).max(-1) <= 2e-3).mean())
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print all of it."""
+    print(f"{result['gpu']}, torch {result['torch']}, {result['date']}; milliseconds, medians")
+    show_times(result["rows"])
+    print("stages: milliseconds / floor = quotient")
+    show_stages(result["rows"])
+    for name, row in result["rows"].items():
+        if "kernels" in row:
+            kernels = row["kernels"]["kernels"]
+            print(f"{name}: {sum(k['launches'] for k in kernels):.0f} kernels and copies an iteration")
+            for kernel in kernels[:40]:
+                print(f"  {kernel['ms']:8.4f} ms  {kernel['launches']:5.1f}  {kernel['kernel'][:150]}")
 
 
 def main() -> None:
@@ -634,20 +641,21 @@ def main() -> None:
     if arguments.worker:
         serve(arguments.worker, arguments.quick)
         return
-    result = measure(arguments)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{result['gpu']}, torch {result['torch']}, {result['date']}; milliseconds, medians")
-    show_times(result["rows"])
-    print("stages: milliseconds / floor = quotient")
-    show_stages(result["rows"])
-    for name, row in result["rows"].items():
-        if "kernels" in row:
-            kernels = row["kernels"]["kernels"]
-            print(f"{name}: {sum(k['launches'] for k in kernels):.0f} kernels and copies an iteration")
-            for kernel in kernels[:40]:
-                print(f"  {kernel['ms']:8.4f} ms  {kernel['launches']:5.1f}  {kernel['kernel'][:150]}")
+    rows: dict[str, Any] = {}
+    result = {
+        "benchmark": "fast_step",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "rows": rows,
+    }
+    try:
+        measure(arguments, rows)
+    finally:  # what there is
+        show(result)
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
