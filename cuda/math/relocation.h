@@ -32,4 +32,14 @@ HOST_DEVICE inline Relocated relocate(float opacity, int64_t copies) {
   return {static_cast<float>(new_opacity), static_cast<float>(opacity / sum)};
 }
 
+// The logit for that opacity, kept below 1 and so far above `min_opacity` that its sigmoid in float is above,
+// too: a row that has just been moved lives.
+HOST_DEVICE inline float relocated_logit(float opacity, float min_opacity) {
+  constexpr float kMost = 1.0f - 0x1p-23f;
+  const float least = min_opacity * (1.0f + 0x1p-18f);
+  float kept = opacity < least ? least : opacity;
+  kept = kept > kMost ? kMost : kept;
+  return std::log(kept / (1.0f - kept));
+}
+
 }  // namespace mgpu::math

@@ -80,12 +80,13 @@ __device__ __forceinline__ void round_now(float& x) { asm("" : "+f"(x)); }
 // ---- scans and sorts on a shard's stream
 
 // offset[i] = sum of count[0..i), i = 0..items-1. To get the total too, scan one item more.
-inline void exclusive_sum(const int32_t* count, int64_t* offset, int64_t items, int shard) {
+template <typename Count, typename Sum>
+void exclusive_sum(const Count* count, Sum* offset, int64_t items, int shard) {
   if (items == 0) return;
   size_t bytes = 0;
   const auto scan = [&](void* scratch) {
-    CUDA_CHECK(cub::DeviceScan::ExclusiveScan(scratch, bytes, count, offset, ::cuda::std::plus<>{},
-                                              int64_t{0}, items, shard_stream(shard)));
+    CUDA_CHECK(cub::DeviceScan::ExclusiveScan(scratch, bytes, count, offset, ::cuda::std::plus<>{}, Sum{0},
+                                              items, shard_stream(shard)));
   };
   scan(nullptr);
   Buffer<char> scratch(static_cast<int64_t>(bytes), shard);
@@ -111,6 +112,23 @@ void sort_pairs(Buffer<Key>& key, Buffer<Value>& value, int bits, int shard) {
   sort(scratch.data());
   if (keys.Current() != key.data()) std::swap(key, other_key);
   if (values.Current() != value.data()) std::swap(value, other_value);
+}
+
+// Ascending by the low `bits`.
+template <typename Key>
+void sort_keys(Buffer<Key>& key, int bits, int shard) {
+  const int64_t items = key.size();
+  if (items == 0) return;
+  Buffer<Key> other_key(items, shard);
+  cub::DoubleBuffer<Key> keys(key.data(), other_key.data());
+  size_t bytes = 0;
+  const auto sort = [&](void* scratch) {
+    CUDA_CHECK(cub::DeviceRadixSort::SortKeys(scratch, bytes, keys, items, 0, bits, shard_stream(shard)));
+  };
+  sort(nullptr);
+  Buffer<char> scratch(static_cast<int64_t>(bytes), shard);
+  sort(scratch.data());
+  if (keys.Current() != key.data()) std::swap(key, other_key);
 }
 
 // ---- a frame on the device

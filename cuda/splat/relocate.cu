@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// relocate.cu: densification of 3DGS-MCMC on GPUs. Its lists of rows are the host's (a few per cent of the
-// table, every hundredth step); the rows themselves never leave the GPUs.
+// relocate.cu: densification of 3DGS-MCMC on GPUs. A row is read three times by its geometry (44 bytes) in a
+// refinement; lists of rows are in order, so that copies read and write rows close to each other. Floor: the
+// bytes of the copied rows and their moments.
 #include "splat/relocate.h"
 
-#include <algorithm>
 #include <bit>
 #include <cub/block/block_scan.cuh>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
-#include "math/gaussian.h"
 #include "math/random.h"
 #include "math/relocation.h"
 #include "memory/transfer.h"
@@ -20,51 +18,6 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int64_t kRowsPerPiece = 4096;      // of the sums that sampling searches
-constexpr float kWeightScale = 16777216.0f;  // 2^24
-
-__device__ bool alive(const SplatColumns& columns, int64_t row, float min_opacity) {
-  bool finite = true;
-  for (int i = 0; i < 3; ++i) finite &= isfinite(columns.means[3 * row + i]);
-  for (int i = 0; i < 4; ++i) finite &= isfinite(columns.quats[4 * row + i]);
-  for (int i = 0; i < 3; ++i) finite &= isfinite(columns.scales[3 * row + i]);
-  return finite && math::sigmoid(columns.opacities[row]) > min_opacity;
-}
-
-__device__ uint64_t weight(const SplatColumns& columns, int64_t row, float min_opacity) {
-  if (!alive(columns, row, min_opacity)) return 0;
-  return static_cast<uint64_t>(math::sigmoid(columns.opacities[row]) * kWeightScale);
-}
-
-std::vector<RowRange> homes_of(int64_t rows) {
-  std::vector<RowRange> homes;
-  for (int shard = 0; shard < mesh().size(); ++shard)
-    homes.push_back(equal_chunk(rows, shard, mesh().size()));
-  return homes;
-}
-
-// The positions of `list` (ascending) whose values are in `range`.
-RowRange positions_in(const std::vector<int64_t>& list, RowRange range) {
-  const auto begin = std::lower_bound(list.begin(), list.end(), range.begin);
-  const auto end = std::lower_bound(begin, list.end(), range.end);
-  return {begin - list.begin(), end - list.begin()};
-}
-
-void check_rows(const char* name, const std::vector<int64_t>& rows, int64_t num_rows) {
-  const bool ascending = std::is_sorted(rows.begin(), rows.end());
-  if (!ascending || (!rows.empty() && (rows.front() < 0 || rows.back() >= num_rows))) {
-    throw std::invalid_argument(std::string(name) + " must ascend and lie in [0, " +
-                                std::to_string(num_rows) + ").");
-  }
-}
-
-// The part of a list that a shard works on, on its GPU.
-Buffer<int64_t> upload_part(const std::vector<int64_t>& list, RowRange part, int shard) {
-  Buffer<int64_t> out(part.size(), shard);
-  upload(out.data(), list.data() + part.begin, part.size(), shard);
-  return out;
-}
-
 // ---- dead rows
 
 // flags of 256 rows a block as bits, and their count.
@@ -72,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
     mark_dead_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity,
                      uint32_t* bits, int32_t* count) {
   const int64_t row = rows.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const bool dead = row < rows.end && !alive(columns, row, min_opacity);
+  const bool dead = row < rows.end && !is_alive(columns, row, min_opacity);
   const unsigned word = __ballot_sync(kAllLanes, dead);
   if (threadIdx.x % kWarp == 0) bits[int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp] = word;
   const int total = __syncthreads_count(dead);
@@ -101,20 +54,27 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = rows.begin + int64_t{blockIdx.x} * kRowsPerPiece;
   uint64_t mine = 0;
   for (int64_t row = first + threadIdx.x; row < first + kRowsPerPiece && row < rows.end; row += kThreads) {
-    mine += weight(columns, row, min_opacity);
+    mine += sample_weight(columns, row, min_opacity);
   }
   atomicAdd(&sum, static_cast<unsigned long long>(mine));  // integers: any order gives the same
   __syncthreads();
   if (threadIdx.x == 0) sum_of_piece[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) draw_kernel(uint64_t seed, int64_t step, uint64_t total,
-                                                        int64_t count, uint64_t* target, int32_t* unused) {
+__device__ uint64_t sum_of(const uint64_t* values, int count) {
+  uint64_t sum = 0;
+  for (int i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+// shard_weight: of all rows of each of the mesh's shards.
+__global__ void __launch_bounds__(kThreads)
+    draw_kernel(uint64_t seed, int64_t step, const uint64_t* shard_weight, int shards, int64_t count,
+                uint64_t* target) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const math::Random4 random = math::draw(seed, math::Stream::kSample, step, i);
-  target[i] = __umul64hi(uint64_t{random.x[0]} << 32 | random.x[1], total);
-  unused[i] = 0;
+  target[i] = __umul64hi(uint64_t{random.x[0]} << 32 | random.x[1], sum_of(shard_weight, shards));
 }
 
 __device__ int64_t lower_bound(const uint64_t* values, int64_t count, uint64_t wanted) {
@@ -130,19 +90,20 @@ __device__ int64_t lower_bound(const uint64_t* values, int64_t count, uint64_t w
 }
 
 // One block a piece of rows: the targets (ascending) that fall into it find their rows. weight_before: of all
-// pieces before.
+// pieces before on this shard.
 __global__ void __launch_bounds__(kThreads)
     pick_kernel(const __grid_constant__ SplatColumns columns, RowRange rows, float min_opacity,
-                const uint64_t* weight_before, const uint64_t* target, int64_t count, int64_t* sampled) {
+                const uint64_t* weight_before, const uint64_t* shard_weight, int shard,
+                const uint64_t* target, int64_t count, int64_t* sampled) {
   using Scan = cub::BlockScan<uint64_t, kThreads>;
   __shared__ typename Scan::TempStorage scratch;
   __shared__ uint64_t end_of_row[kThreads];  // running sum of weights up to and with the row
-  uint64_t before = weight_before[blockIdx.x];
+  uint64_t before = sum_of(shard_weight, shard) + weight_before[blockIdx.x];
   const int64_t first = rows.begin + int64_t{blockIdx.x} * kRowsPerPiece;
   int64_t next = lower_bound(target, count, before);
   for (int64_t part = first; part < first + kRowsPerPiece && part < rows.end; part += kThreads) {
     const int64_t row = part + threadIdx.x;
-    uint64_t end = row < rows.end ? weight(columns, row, min_opacity) : 0, sum;
+    uint64_t end = row < rows.end ? sample_weight(columns, row, min_opacity) : 0, sum;
     Scan(scratch).InclusiveSum(end, end, sum);
     end_of_row[threadIdx.x] = before + end;
     __syncthreads();
@@ -159,71 +120,120 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- moves
 
-__device__ void reset_moments(const SplatColumns& columns, const AdamState& state, int64_t row, int64_t now) {
+// A row's floats in all columns (or moments), one after the other.
+struct RowFloats {
+  float* column[kColumns];
+  int end[kColumns];  // of the columns' floats in a row
+};
+
+RowFloats row_floats(const SplatColumns& columns, float* const data[kColumns]) {
   const int size[kColumns] = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
-  for (int column = 0; column < kColumns; ++column) {
-    for (int i = 0; i < size[column]; ++i) {
-      state.exp_avg[column][row * size[column] + i] = 0.f;
-      state.exp_avg_sq[column][row * size[column] + i] = 0.f;
-    }
+  RowFloats out{};
+  for (int i = 0, end = 0; i < kColumns; ++i) {
+    out.column[i] = data[i];
+    out.end[i] = end += size[i];
   }
-  state.last_step[row] = static_cast<int32_t>(now);
+  return out;
 }
 
-// source: distinct rows. copies: how often each is copied.
+// What a kernel that changes rows needs of table and state.
+struct Rows {
+  SplatColumns columns;
+  RowFloats values, exp_avg, exp_avg_sq;
+  int32_t* last_step;  // null: no state
+  int32_t now;
+  RowRange home;  // only these are changed
+};
+
+Rows rows_of(const SplatColumns& columns, const AdamState* state, int64_t now, RowRange home) {
+  float* const data[kColumns] = {columns.means,     columns.quats, columns.scales,
+                                 columns.opacities, columns.sh0,   columns.shN};
+  Rows rows{};
+  rows.columns = columns;
+  rows.values = row_floats(columns, data);
+  if (state) {
+    rows.exp_avg = row_floats(columns, state->exp_avg);
+    rows.exp_avg_sq = row_floats(columns, state->exp_avg_sq);
+    rows.last_step = state->last_step;
+  }
+  rows.now = static_cast<int32_t>(now);
+  rows.home = home;
+  return rows;
+}
+
+// Calls visit(column, float of the row, floats of the row) for the lane's share of a row.
+template <typename Visit>
+__device__ __forceinline__ void for_each_float(const RowFloats& floats, int lane, const Visit& visit) {
+  for (int k = lane; k < floats.end[kColumns - 1]; k += kWarp) {
+    int column = 0, begin = 0;
+#pragma unroll
+    for (int c = 0; c + 1 < kColumns; ++c) {
+      if (k >= floats.end[c]) column = c + 1, begin = floats.end[c];
+    }
+    visit(column, k - begin, floats.end[column] - begin);
+  }
+}
+
+__device__ __forceinline__ void reset_moments(const Rows& rows, int64_t row, int lane) {
+  if (!rows.last_step) return;
+  for_each_float(rows.exp_avg, lane, [&](int column, int i, int size) {
+    rows.exp_avg.column[column][row * size + i] = 0.f;
+    rows.exp_avg_sq.column[column][row * size + i] = 0.f;
+  });
+  if (lane == 0) rows.last_step[row] = rows.now;
+}
+
+// A thread an entry of the list: the first of a row computes for all of them. Then the warp resets moments,
+// row by row.
 __global__ void __launch_bounds__(kThreads)
-    split_sources_kernel(const __grid_constant__ SplatColumns columns,
-                         const __grid_constant__ AdamState state, bool with_state, const int64_t* source,
-                         const int64_t* copies, int64_t count, float min_opacity, int64_t now) {
+    split_sources_kernel(const __grid_constant__ Rows rows, RowListView source, float min_opacity) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const int64_t row = source[i];
-  const math::Relocated split = math::relocate(math::sigmoid(columns.opacities[row]), copies[i] + 1);
-  const float most = 1.0f - 0x1p-23f;
-  const float opacity = split.opacity < min_opacity ? min_opacity
-                        : split.opacity > most      ? most
-                                                    : split.opacity;
-  columns.opacities[row] = std::log(opacity / (1.0f - opacity));
-  for (int axis = 0; axis < 3; ++axis) columns.scales[3 * row + axis] += std::log(split.scale_ratio);
-  if (with_state) reset_moments(columns, state, row, now);
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = i < source.count ? source[i] : -1;
+  const bool first =
+      row >= rows.home.begin && row < rows.home.end && (i == 0 || source[i - 1] != row);  // no home has -1
+  if (first) {
+    int64_t copies = 1;  // the list ascends; more than kMaxSplit do not count
+    while (copies < math::kMaxSplit && i + copies < source.count && source[i + copies] == row) ++copies;
+    const SplatColumns& columns = rows.columns;
+    const math::Relocated split = math::relocate(math::sigmoid(columns.opacities[row]), copies + 1);
+    columns.opacities[row] = math::relocated_logit(split.opacity, min_opacity);
+    for (int axis = 0; axis < 3; ++axis) columns.scales[3 * row + axis] += std::log(split.scale_ratio);
+  }
+  for (unsigned left = __ballot_sync(kAllLanes, first); left != 0; left &= left - 1)
+    reset_moments(rows, __shfl_sync(kAllLanes, row, __ffs(left) - 1), lane);
 }
 
 // A warp a copy: destination[i] becomes source[i], which may lie on another GPU.
 __global__ void __launch_bounds__(kThreads)
-    copy_rows_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state,
-                     bool with_state, const int64_t* source, const int64_t* destination, int64_t count,
-                     int64_t now) {
+    copy_rows_kernel(const __grid_constant__ Rows rows, RowListView source, RowListView destination) {
   const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
-  if (i >= count) return;
+  if (i >= destination.count) return;
   const int64_t from = source[i], to = destination[i];
-  float* const data[kColumns] = {columns.means,     columns.quats, columns.scales,
-                                 columns.opacities, columns.sh0,   columns.shN};
-  const int size[kColumns] = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
-  for (int column = 0; column < kColumns; ++column) {
-    for (int k = lane; k < size[column]; k += kWarp) {
-      data[column][to * size[column] + k] = data[column][from * size[column] + k];
-      if (with_state) {
-        state.exp_avg[column][to * size[column] + k] = 0.f;
-        state.exp_avg_sq[column][to * size[column] + k] = 0.f;
-      }
-    }
-  }
-  if (with_state && lane == 0) state.last_step[to] = static_cast<int32_t>(now);
+  if (from < 0 || to < rows.home.begin || to >= rows.home.end) return;
+  for_each_float(rows.values, lane, [&](int column, int k, int size) {
+    float* data = rows.values.column[column];
+    data[to * size + k] = data[from * size + k];
+  });
+  reset_moments(rows, to, lane);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    reset_rows_kernel(const __grid_constant__ SplatColumns columns, const __grid_constant__ AdamState state,
-                      const int64_t* row, int64_t count, int64_t now) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < count) reset_moments(columns, state, row[i], now);
+    reset_rows_kernel(const __grid_constant__ Rows rows, RowListView list) {
+  const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
+  if (i >= list.count) return;
+  const int64_t row = list[i];
+  if (row >= rows.home.begin && row < rows.home.end) reset_moments(rows, row, threadIdx.x % kWarp);
 }
+
+unsigned warps_for(int64_t count) { return blocks_for(count * kWarp, kThreads); }
 
 }  // namespace
 
-std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
+RowList dead_rows(const SplatColumns& columns, float min_opacity) {
   JoinedOperator joined;
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
   const size_t shards = homes.size();
   std::vector<Buffer<uint32_t>> bits(shards);
   std::vector<Buffer<int64_t>> offset(shards);
@@ -246,139 +256,106 @@ std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
   });
   counts.wait();
 
-  std::vector<Buffer<int64_t>> rows(shards);
-  int64_t total = 0;
-  for (const int64_t found : count) total += found;
-  std::vector<int64_t> all(static_cast<size_t>(total));
-  int64_t next = 0;
-  ReadBack lists;
-  for_each_shard("dead rows", [&](const Shard& shard) {
+  RowList dead;
+  for (const int64_t found : count) dead.count += found;
+  dead.row = Buffer<int64_t>(dead.count, kExchange);
+  const auto list = [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);
     if (count[index] == 0) return;
-    rows[index] = Buffer<int64_t>(count[index], shard.index);
+    int64_t before = 0;
+    for (size_t other = 0; other < index; ++other) before += count[other];
     list_dead_kernel<<<blocks_for(homes[index].size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-        bits[index].data(), offset[index].data(), homes[index].begin, rows[index].data());
+        bits[index].data(), offset[index].data(), homes[index].begin, dead.row.data() + before);
     KERNEL_CHECK("dead rows", shard.index, homes[index].size());
-    lists.add(all.data() + next, rows[index].data(), count[index], shard.index);
-    next += count[index];
-  });
-  lists.wait();
-  return all;
+  };
+  if (dead.count > 0) for_each_shard("list dead rows", list, Access::kExchange);
+  return dead;
 }
 
-std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed,
-                                 int64_t step) {
+RowList sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed,
+                    int64_t step) {
+  RowList sampled;
+  if (count <= 0) return sampled;
   JoinedOperator joined;
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
-  const size_t shards = homes.size();
-  std::vector<std::vector<uint64_t>> weight_before(
-      shards);  // by shard and piece: the sum of all pieces before
-  std::vector<Buffer<uint64_t>> sums(shards);
-  ReadBack piece_sums;
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
+  const int shards = mesh().size();
+  std::vector<Buffer<uint64_t>> weight_before(homes.size());  // by shard and piece, and of the whole shard
   for_each_shard("sample sums", [&](const Shard& shard) {
-    const size_t index = static_cast<size_t>(shard.index);
-    const int64_t pieces = (homes[index].size() + kRowsPerPiece - 1) / kRowsPerPiece;
-    if (pieces == 0) return;
-    weight_before[index].resize(static_cast<size_t>(pieces));
-    sums[index] = Buffer<uint64_t>(pieces, shard.index);
-    sum_pieces_kernel<<<static_cast<unsigned>(pieces), kThreads, 0, shard_stream(shard.index)>>>(
-        columns, homes[index], min_opacity, sums[index].data());
-    KERNEL_CHECK("sample sums", shard.index, homes[index].size());
-    piece_sums.add(weight_before[index].data(), sums[index].data(), pieces, shard.index);
+    const RowRange home = homes[static_cast<size_t>(shard.index)];
+    const int64_t pieces = blocks_for(home.size(), kRowsPerPiece);
+    Buffer<uint64_t> sums(pieces + 1, shard.index);
+    zero_bytes(sums.data() + pieces, sizeof(uint64_t), shard.index);
+    if (pieces > 0) {
+      sum_pieces_kernel<<<static_cast<unsigned>(pieces), kThreads, 0, shard_stream(shard.index)>>>(
+          columns, home, min_opacity, sums.data());
+      KERNEL_CHECK("sample sums", shard.index, home.size());
+    }
+    Buffer<uint64_t>& before = weight_before[static_cast<size_t>(shard.index)];
+    before = Buffer<uint64_t>(pieces + 1, shard.index);
+    exclusive_sum(sums.data(), before.data(), pieces + 1, shard.index);
   });
-  piece_sums.wait();
-  uint64_t total = 0;
-  for (auto& pieces : weight_before) {
-    for (uint64_t& piece : pieces) total += std::exchange(piece, total);
-  }
-  if (total == 0 || count <= 0) return {};
 
-  std::vector<Buffer<int64_t>> sampled(shards);
-  std::vector<int64_t> all(static_cast<size_t>(count));
-  std::vector<std::vector<int64_t>> parts(shards);
-  ReadBack lists;
-  for_each_shard("sample pick", [&](const Shard& shard) {  // every shard draws all targets: no exchange
-    const size_t index = static_cast<size_t>(shard.index);
-    if (weight_before[index].empty()) return;
+  Buffer<uint64_t> shard_weight(shards, kExchange);
+  const auto collect = [&](const Shard& shard) {
+    const Buffer<uint64_t>& before = weight_before[static_cast<size_t>(shard.index)];
+    CUDA_CHECK(cudaMemcpyAsync(shard_weight.data() + shard.index, before.data() + before.size() - 1,
+                               sizeof(uint64_t), cudaMemcpyDefault, shard_stream(shard.index)));
+  };
+  for_each_shard("sample totals", collect, Access::kExchange);
+
+  sampled.count = count;
+  sampled.row = Buffer<int64_t>(count, kExchange);
+  CUDA_CHECK(cudaMemsetAsync(sampled.row.data(), 0xff, static_cast<size_t>(count) * sizeof(int64_t),
+                             shard_stream(0)));  // -1: no row
+  const int bits = std::bit_width(static_cast<uint64_t>(columns.num_rows) << 24);
+  const auto pick = [&](const Shard& shard) {  // every shard draws all targets
+    const RowRange home = homes[static_cast<size_t>(shard.index)];
+    if (home.empty()) return;
     const cudaStream_t stream = shard_stream(shard.index);
     Buffer<uint64_t> target(count, shard.index);
-    Buffer<int32_t> unused(count, shard.index);
-    draw_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream>>>(seed, step, total, count, target.data(),
-                                                                      unused.data());
+    draw_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream>>>(seed, step, shard_weight.data(), shards,
+                                                                      count, target.data());
     KERNEL_CHECK("sample pick", shard.index, count);
-    sort_pairs(target, unused, std::bit_width(total), shard.index);
-    const Buffer<uint64_t> before = to_buffer(weight_before[index], shard.index);
-    sampled[index] = Buffer<int64_t>(count, shard.index);
-    CUDA_CHECK(cudaMemsetAsync(sampled[index].data(), 0xff, static_cast<size_t>(count) * sizeof(int64_t),
-                               stream));  // -1: not here
-    pick_kernel<<<static_cast<unsigned>(before.size()), kThreads, 0, stream>>>(
-        columns, homes[index], min_opacity, before.data(), target.data(), count, sampled[index].data());
+    sort_keys(target, bits, shard.index);
+    pick_kernel<<<blocks_for(home.size(), kRowsPerPiece), kThreads, 0, stream>>>(
+        columns, home, min_opacity, weight_before[static_cast<size_t>(shard.index)].data(),
+        shard_weight.data(), shard.index, target.data(), count, sampled.row.data());
     KERNEL_CHECK("sample pick", shard.index, count);
-    parts[index].resize(static_cast<size_t>(count));
-    lists.add(parts[index].data(), sampled[index].data(), count, shard.index);
-  });
-  lists.wait();
-  for (const auto& part : parts) {
-    for (size_t i = 0; i < part.size(); ++i) {
-      if (part[i] >= 0) all[i] = part[i];
-    }
-  }
-  return all;
+  };
+  for_each_shard("sample pick", pick, Access::kExchange);
+  return sampled;
 }
 
-void relocate(const SplatColumns& columns, const AdamState* state, const std::vector<int64_t>& source,
-              const std::vector<int64_t>& destination, float min_opacity, int64_t now) {
-  check_rows("source rows", source, columns.num_rows);
-  check_rows("destination rows", destination, columns.num_rows);
-  if (source.size() != destination.size()) {
-    throw std::invalid_argument("relocate got " + std::to_string(source.size()) + " source rows for " +
-                                std::to_string(destination.size()) + " destination rows.");
-  }
-  if (source.empty()) return;
+void relocate(const SplatColumns& columns, const AdamState* state, const RowList& source,
+              const RowList& destination, float min_opacity, int64_t now) {
+  check_pairs(source, destination);
+  if (source.count == 0) return;
   JoinedOperator joined;
-  std::vector<int64_t> distinct, copies;  // sources, each once, and how often it is copied
-  for (size_t i = 0; i < source.size(); ++i) {
-    if (i == 0 || source[i] != source[i - 1]) {
-      distinct.push_back(source[i]);
-      copies.push_back(0);
-    }
-    ++copies.back();
-  }
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
-  const AdamState moments = state ? *state : AdamState{};
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
+  const auto mine = [&](const Shard& shard) {
+    return rows_of(columns, state, now, homes[static_cast<size_t>(shard.index)]);
+  };
   for_each_shard("relocate sources", [&](const Shard& shard) {
-    const RowRange mine = positions_in(distinct, homes[static_cast<size_t>(shard.index)]);
-    if (mine.empty()) return;
-    const Buffer<int64_t> rows = upload_part(distinct, mine, shard.index),
-                          times = upload_part(copies, mine, shard.index);
-    split_sources_kernel<<<blocks_for(mine.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-        columns, moments, state != nullptr, rows.data(), times.data(), mine.size(), min_opacity, now);
-    KERNEL_CHECK("relocate sources", shard.index, mine.size());
+    split_sources_kernel<<<blocks_for(source.count, kThreads), kThreads, 0, shard_stream(shard.index)>>>(
+        mine(shard), source.view(), min_opacity);
+    KERNEL_CHECK("relocate sources", shard.index, source.count);
   });
   const auto copy = [&](const Shard& shard) {
-    const RowRange mine = positions_in(destination, homes[static_cast<size_t>(shard.index)]);
-    if (mine.empty()) return;
-    const Buffer<int64_t> from = upload_part(source, mine, shard.index),
-                          to = upload_part(destination, mine, shard.index);
-    copy_rows_kernel<<<blocks_for(mine.size() * kWarp, kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-        columns, moments, state != nullptr, from.data(), to.data(), mine.size(), now);
-    KERNEL_CHECK("relocate copies", shard.index, mine.size());
+    copy_rows_kernel<<<warps_for(source.count), kThreads, 0, shard_stream(shard.index)>>>(
+        mine(shard), source.view(), destination.view());
+    KERNEL_CHECK("relocate copies", shard.index, source.count);
   };
   for_each_shard("relocate copies", copy, Access::kExchange);
 }
 
-void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows,
-                int64_t now) {
-  check_rows("rows", rows, columns.num_rows);
+void reset_rows(const SplatColumns& columns, const AdamState& state, const RowList& rows, int64_t now) {
+  if (rows.count == 0) return;
   JoinedOperator joined;
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
   for_each_shard("reset rows", [&](const Shard& shard) {
-    const RowRange mine = positions_in(rows, homes[static_cast<size_t>(shard.index)]);
-    if (mine.empty()) return;
-    const Buffer<int64_t> list = upload_part(rows, mine, shard.index);
-    reset_rows_kernel<<<blocks_for(mine.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-        columns, state, list.data(), mine.size(), now);
-    KERNEL_CHECK("reset rows", shard.index, mine.size());
+    reset_rows_kernel<<<warps_for(rows.count), kThreads, 0, shard_stream(shard.index)>>>(
+        rows_of(columns, &state, now, homes[static_cast<size_t>(shard.index)]), rows.view());
+    KERNEL_CHECK("reset rows", shard.index, rows.count);
   });
 }
 

@@ -21,49 +21,24 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int64_t kRowsPerPiece = 4096;
 constexpr int64_t kSourcesPerExchange = int64_t{1} << 18;  // 62 MB at SH degree 3
-constexpr float kWeightScale = 16777216.0f;                // 2^24
 
 int64_t pieces_of(const RowRange& range) { return (range.size() + kRowsPerPiece - 1) / kRowsPerPiece; }
 
-bool finite(const float* values, int count) {
-  for (int i = 0; i < count; ++i) {
-    if (!std::isfinite(values[i])) return false;
-  }
-  return true;
-}
-
-bool alive(const SplatColumns& columns, int64_t row, float min_opacity) {
-  return math::sigmoid(columns.opacities[row]) > min_opacity && finite(columns.means + 3 * row, 3) &&
-         finite(columns.quats + 4 * row, 4) && finite(columns.scales + 3 * row, 3);
-}
-
-uint64_t weight(const SplatColumns& columns, int64_t row, float min_opacity) {
-  if (!alive(columns, row, min_opacity)) return 0;
-  return static_cast<uint64_t>(math::sigmoid(columns.opacities[row]) * kWeightScale);
-}
-
-std::vector<RowRange> homes_of(int64_t rows) {
-  std::vector<RowRange> homes;
-  for (int shard = 0; shard < mesh().size(); ++shard)
-    homes.push_back(equal_chunk(rows, shard, mesh().size()));
-  return homes;
-}
-
-// The positions of `list` (ascending) whose values are in `range`.
-RowRange positions_in(const std::vector<int64_t>& list, RowRange range) {
-  const auto begin = std::lower_bound(list.begin(), list.end(), range.begin);
-  const auto end = std::lower_bound(begin, list.end(), range.end);
-  return {begin - list.begin(), end - list.begin()};
-}
-
-void check_rows(const char* name, const std::vector<int64_t>& rows, int64_t num_rows) {
-  const bool ascending = std::is_sorted(rows.begin(), rows.end());
-  if (!ascending || (!rows.empty() && (rows.front() < 0 || rows.back() >= num_rows))) {
-    throw std::invalid_argument(std::string(name) + " must ascend and lie in [0, " +
-                                std::to_string(num_rows) + ").");
-  }
+// The positions of a list (ascending) whose rows are in `range`.
+RowRange positions_in(const RowListView& list, RowRange range) {
+  const auto first_at_least = [&](int64_t row) {
+    int64_t low = 0, high = list.count;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (list[middle] < row)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  };
+  return {first_at_least(range.begin), first_at_least(range.end)};
 }
 
 // The columns of a row, and of its moments, as (pointer, floats a row).
@@ -94,8 +69,8 @@ void reset_moments(const SplatColumns& columns, const AdamState* state, int64_t 
 
 }  // namespace
 
-std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
+RowList dead_rows(const SplatColumns& columns, float min_opacity) {
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
   std::vector<std::vector<std::vector<int64_t>>> found;
   for (const RowRange& home : homes) found.emplace_back(static_cast<size_t>(pieces_of(home)));
   for_each_shard("dead rows", [&](const Shard& shard) {
@@ -103,7 +78,7 @@ std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
     parallel_for(home.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
       auto& rows = found[static_cast<size_t>(shard.index)][static_cast<size_t>(begin / kRowsPerPiece)];
       for (int64_t row = home.begin + begin; row < home.begin + end; ++row) {
-        if (!alive(columns, row, min_opacity)) rows.push_back(row);
+        if (!is_alive(columns, row, min_opacity)) rows.push_back(row);
       }
     });
   });
@@ -111,12 +86,17 @@ std::vector<int64_t> dead_rows(const SplatColumns& columns, float min_opacity) {
   for (const auto& pieces : found) {
     for (const auto& rows : pieces) all.insert(all.end(), rows.begin(), rows.end());
   }
-  return all;
+  return row_list(all, columns.num_rows, "dead rows");
 }
 
-std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed,
-                                 int64_t step) {
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
+RowList sample_rows(const SplatColumns& columns, float min_opacity, int64_t count, uint64_t seed,
+                    int64_t step) {
+  RowList sampled;
+  if (count <= 0) return sampled;
+  sampled.count = count;
+  sampled.row = Buffer<int64_t>(count, kExchange);
+  std::fill(sampled.row.begin(), sampled.row.end(), -1);
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
   std::vector<std::vector<uint64_t>> weight_before;  // by shard and piece: the sum of all pieces before
   for (const RowRange& home : homes) weight_before.emplace_back(static_cast<size_t>(pieces_of(home)));
   for_each_shard("sample sums", [&](const Shard& shard) {
@@ -124,7 +104,7 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
     parallel_for(home.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
       uint64_t sum = 0;
       for (int64_t row = home.begin + begin; row < home.begin + end; ++row)
-        sum += weight(columns, row, min_opacity);
+        sum += sample_weight(columns, row, min_opacity);
       weight_before[static_cast<size_t>(shard.index)][static_cast<size_t>(begin / kRowsPerPiece)] = sum;
     });
   });
@@ -132,7 +112,7 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
   for (auto& pieces : weight_before) {
     for (uint64_t& piece : pieces) total += std::exchange(piece, total);
   }
-  if (total == 0 || count <= 0) return {};
+  if (total == 0) return sampled;
 
   std::vector<uint64_t> target(static_cast<size_t>(count));
   parallel_for(count, kRowsPerPiece, [&](int64_t begin, int64_t end) {
@@ -145,7 +125,6 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
   });
   std::sort(target.begin(), target.end());
 
-  std::vector<int64_t> sampled(static_cast<size_t>(count));
   for_each_shard("sample pick", [&](const Shard& shard) {
     const RowRange home = homes[static_cast<size_t>(shard.index)];
     parallel_for(home.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
@@ -153,46 +132,44 @@ std::vector<int64_t> sample_rows(const SplatColumns& columns, float min_opacity,
           weight_before[static_cast<size_t>(shard.index)][static_cast<size_t>(begin / kRowsPerPiece)];
       size_t next = static_cast<size_t>(std::lower_bound(target.begin(), target.end(), sum) - target.begin());
       for (int64_t row = home.begin + begin; row < home.begin + end && next < target.size(); ++row) {
-        sum += weight(columns, row, min_opacity);
-        for (; next < target.size() && target[next] < sum; ++next) sampled[next] = row;
+        sum += sample_weight(columns, row, min_opacity);
+        for (; next < target.size() && target[next] < sum; ++next)
+          sampled.row[static_cast<int64_t>(next)] = row;
       }
     });
   });
   return sampled;
 }
 
-void relocate(const SplatColumns& columns, const AdamState* state, const std::vector<int64_t>& source,
-              const std::vector<int64_t>& destination, float min_opacity, int64_t now) {
-  check_rows("source rows", source, columns.num_rows);
-  check_rows("destination rows", destination, columns.num_rows);
-  if (source.size() != destination.size()) {
-    throw std::invalid_argument("relocate got " + std::to_string(source.size()) + " source rows for " +
-                                std::to_string(destination.size()) + " destination rows.");
-  }
-  if (source.empty()) return;
-  std::vector<int64_t> distinct,
-      first_copy;  // by distinct source: the row, and the position of its first copy
-  for (size_t i = 0; i < source.size(); ++i) {
+void relocate(const SplatColumns& columns, const AdamState* state, const RowList& sources,
+              const RowList& destinations, float min_opacity, int64_t now) {
+  check_pairs(sources, destinations);
+  const RowListView source = sources.view(), destination = destinations.view();
+  if (source.count == 0 || source[0] < 0) return;
+  // by distinct source: the row, and the position of its first copy
+  std::vector<int64_t> distinct, first_copy;
+  for (int64_t i = 0; i < source.count; ++i) {
     if (i == 0 || source[i] != source[i - 1]) {
       distinct.push_back(source[i]);
-      first_copy.push_back(static_cast<int64_t>(i));
+      first_copy.push_back(i);
     }
   }
-  first_copy.push_back(static_cast<int64_t>(source.size()));
+  first_copy.push_back(source.count);
 
   const auto views = column_views(columns);
   const int64_t row_floats =
       std::accumulate(views.begin(), views.end(), int64_t{0},
                       [](int64_t sum, const ColumnView& view) { return sum + view.size; });
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
-  const int64_t sources = static_cast<int64_t>(distinct.size());
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
+  const int64_t num_sources = static_cast<int64_t>(distinct.size());
   Buffer<float> parcel;
-  for (int64_t chunk = 0; chunk < sources; chunk += kSourcesPerExchange) {
-    const RowRange part{chunk, std::min(sources, chunk + kSourcesPerExchange)};
+  for (int64_t chunk = 0; chunk < num_sources; chunk += kSourcesPerExchange) {
+    const RowRange part{chunk, std::min(num_sources, chunk + kSourcesPerExchange)};
     parcel.resize_discard(part.size() * row_floats);
 
     for_each_shard("relocate sources", [&](const Shard& shard) {
-      RowRange mine = positions_in(distinct, homes[static_cast<size_t>(shard.index)]);
+      const RowListView rows{distinct.data(), 0, num_sources};
+      RowRange mine = positions_in(rows, homes[static_cast<size_t>(shard.index)]);
       mine = {std::max(mine.begin, part.begin), std::min(mine.end, part.end)};
       parallel_for(mine.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
         for (int64_t position = mine.begin + begin; position < mine.begin + end; ++position) {
@@ -200,8 +177,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
           const int64_t row = distinct[index];
           const math::Relocated split = math::relocate(math::sigmoid(columns.opacities[row]),
                                                        first_copy[index + 1] - first_copy[index] + 1);
-          const float opacity = std::clamp(split.opacity, min_opacity, 1.0f - 0x1p-23f);
-          columns.opacities[row] = std::log(opacity / (1.0f - opacity));
+          columns.opacities[row] = math::relocated_logit(split.opacity, min_opacity);
           for (int axis = 0; axis < 3; ++axis) columns.scales[3 * row + axis] += std::log(split.scale_ratio);
           reset_moments(columns, state, row, now);
           float* out = parcel.data() + (position - part.begin) * row_floats;
@@ -216,7 +192,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
               std::min(mine.end, first_copy[static_cast<size_t>(part.end)])};
       parallel_for(mine.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
         for (int64_t copy = mine.begin + begin; copy < mine.begin + end; ++copy) {
-          const int64_t row = destination[static_cast<size_t>(copy)];
+          const int64_t row = destination[copy];
           const int64_t position =
               std::upper_bound(first_copy.begin(), first_copy.end(), copy) - first_copy.begin() - 1;
           const float* in = parcel.data() + (position - part.begin) * row_floats;
@@ -231,14 +207,12 @@ void relocate(const SplatColumns& columns, const AdamState* state, const std::ve
   }
 }
 
-void reset_rows(const SplatColumns& columns, const AdamState& state, const std::vector<int64_t>& rows,
-                int64_t now) {
-  check_rows("rows", rows, columns.num_rows);
-  const std::vector<RowRange> homes = homes_of(columns.num_rows);
+void reset_rows(const SplatColumns& columns, const AdamState& state, const RowList& rows, int64_t now) {
+  const RowListView list = rows.view();
+  const std::vector<RowRange> homes = equal_homes(columns.num_rows);
   for_each_shard("reset rows", [&](const Shard& shard) {
-    const RowRange mine = positions_in(rows, homes[static_cast<size_t>(shard.index)]);
-    for (int64_t i = mine.begin; i < mine.end; ++i)
-      reset_moments(columns, &state, rows[static_cast<size_t>(i)], now);
+    const RowRange mine = positions_in(list, homes[static_cast<size_t>(shard.index)]);
+    for (int64_t i = mine.begin; i < mine.end; ++i) reset_moments(columns, &state, list[i], now);
   });
 }
 

@@ -62,42 +62,32 @@ class McmcStrategy:
         if not self.refines_at(step):
             return {"relocated": 0, "added": 0, "total": table.num_rows}
         optimizer.flush()
-        relocated = self._relocate_dead(table, optimizer, step)
-        added = self._add(table, optimizer, step)
-        return {"relocated": relocated, "added": added, "total": table.num_rows}
-
-    def _relocate_dead(self, table: SplatTable, optimizer: SplatAdam, step: int) -> int:
         dead = native().dead_rows(_columns(table), self.min_opacity)
-        return self._copy_living(table, optimizer, dead, 2 * step)
+        if len(dead) == table.num_rows:  # nothing lives: there is nothing to copy
+            return {"relocated": 0, "added": 0, "total": table.num_rows}
+        self._relocate(table, optimizer, dead, step)
+        added = self._add(table, optimizer, step)
+        return {"relocated": len(dead), "added": added, "total": table.num_rows}
+
+    def _relocate(self, table: SplatTable, optimizer: SplatAdam, dead: Any, step: int) -> None:
+        """Make dead rows copies of living ones."""
+        sources = native().sample_rows(_columns(table), self.min_opacity, len(dead), self.seed, 2 * step)
+        self._copy(table, optimizer, sources, dead)
 
     def _add(self, table: SplatTable, optimizer: SplatAdam, step: int) -> int:
+        """Grow by copies of living rows; returns by how many."""
         old = table.num_rows
         target = min(self.max_gaussians, table.capacity, math.ceil(old * self.grow_factor))
         if target <= old:
             return 0
-        sources = native().sample_rows(
-            _columns(table), self.min_opacity, target - old, self.seed, 2 * step + 1
-        )
-        if len(sources) == 0:
-            return 0
+        count = target - old
+        sources = native().sample_rows(_columns(table), self.min_opacity, count, self.seed, 2 * step + 1)
         table.grow(target)
         optimizer.grow(target)
-        self._relocate(table, optimizer, sources, torch.arange(old, target))
-        return target - old
+        self._copy(table, optimizer, sources, native().RowList.consecutive(old, target))
+        return count
 
-    def _copy_living(self, table: SplatTable, optimizer: SplatAdam, to: torch.Tensor, draw: int) -> int:
-        """Make the rows `to` copies of living rows; returns how many, 0 if no row lives."""
-        if len(to) == 0:
-            return 0
-        sources = native().sample_rows(_columns(table), self.min_opacity, len(to), self.seed, draw)
-        if len(sources) == 0:
-            return 0
-        self._relocate(table, optimizer, sources, to)
-        return len(to)
-
-    def _relocate(
-        self, table: SplatTable, optimizer: SplatAdam, sources: torch.Tensor, to: torch.Tensor
-    ) -> None:
+    def _copy(self, table: SplatTable, optimizer: SplatAdam, sources: Any, to: Any) -> None:
         native().relocate(_columns(table), optimizer.state(), sources, to, self.min_opacity, optimizer.steps)
 
     def state_dict(self) -> dict[str, Any]:

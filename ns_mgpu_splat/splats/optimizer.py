@@ -131,7 +131,8 @@ class SplatAdam:
     def reset_rows(self, index: Tensor) -> None:
         """Set the moments of the rows `index` (int64, any order) to zero; they count as up to date."""
         rows = index.detach().cpu().to(torch.int64).unique()
-        native().reset_rows(self._columns(), self.state(), rows, self.steps)
+        listed = native().RowList(rows, self.table.num_rows)
+        native().reset_rows(self._columns(), self.state(), listed, self.steps)
 
     # ---- saving
 

@@ -961,14 +961,22 @@ void check_relocation(int64_t rows) {
     for (int i = 0; i < 4; ++i) finite &= std::isfinite(columns.quats[4 * row + i]);
     if (!finite || !(math::sigmoid(columns.opacities[row]) > least)) dead.push_back(row);
   }
-  const std::vector<int64_t> got_dead = dead_rows(table.device(), least);
+  const std::vector<int64_t> got_dead = to_vector(dead_rows(table.device(), least));
   std::vector<int64_t> difference;
   std::set_symmetric_difference(dead.begin(), dead.end(), got_dead.begin(), got_dead.end(),
                                 std::back_inserter(difference));
   report(name + " dead rows", "rows differ", static_cast<double>(difference.size()),
          1e-5 * static_cast<double>(rows));
   const int64_t wanted = std::min<int64_t>(static_cast<int64_t>(got_dead.size()), rows / 10);
-  const std::vector<int64_t> sampled = sample_rows(table.device(), least, wanted, 77, 3);
+  const RowList source = sample_rows(table.device(), least, wanted, 77, 3);
+  std::vector<int64_t> sampled = to_vector(source);
+  if (static_cast<int64_t>(got_dead.size()) == rows) {
+    report(name + " sample", "draws of none",
+           static_cast<double>(
+               std::count_if(sampled.begin(), sampled.end(), [](int64_t row) { return row >= 0; })),
+           0);
+    return;
+  }
   bool fine = std::is_sorted(sampled.begin(), sampled.end());
   double expected = 0, seen = 0, squares = 0;
   double weights = 0;
@@ -992,15 +1000,14 @@ void check_relocation(int64_t rows) {
   const std::vector<int64_t> destination(got_dead.begin(),
                                          got_dead.begin() + static_cast<int64_t>(sampled.size()));
   const AdamState state = table.device_state();
-  relocate(table.device(), &state, sampled, destination, 0.005f, 9);
+  relocate(table.device(), &state, source, row_list(destination, rows, "destination"), 0.005f, 9);
   std::map<int64_t, int64_t> copies;
   for (const int64_t row : sampled) ++copies[row];
   std::vector<float> want[kColumns];
   for (int c = 0; c < kColumns; ++c) want[c] = table.column[c];
   for (const auto& [row, times] : copies) {
     const math::Relocated split = math::relocate(math::sigmoid(columns.opacities[row]), times + 1);
-    const float opacity = std::clamp(split.opacity, 0.005f, 1.0f - 0x1p-23f);
-    want[3][row] = std::log(opacity / (1.0f - opacity));
+    want[3][row] = math::relocated_logit(split.opacity, 0.005f);
     for (int i = 0; i < 3; ++i) want[2][3 * row + i] += std::log(split.scale_ratio);
   }
   for (size_t i = 0; i < sampled.size(); ++i) {

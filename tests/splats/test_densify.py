@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,14 @@ def host(table: SplatTable) -> dict[str, Tensor]:
     return {name: column.detach().cpu().clone() for name, column in table.named_columns().items()}
 
 
+def row_list(rows: list[int] | Tensor, num_rows: int) -> Any:
+    return native().RowList(torch.as_tensor(rows, dtype=torch.int64), num_rows)
+
+
+def sample(table: SplatTable, count: int, seed: int, step: int) -> Tensor:
+    return native().sample_rows(natives(table), MIN_OPACITY, count, seed, step).tensor()
+
+
 def paper_relocation(opacity: float, copies: int) -> tuple[float, float]:
     """Equation 9 of Kheradmand et al. 2024 as printed: new opacity, and new scale per old scale."""
     new = 1 - (1 - opacity) ** (1 / copies)
@@ -82,7 +91,8 @@ def test_relocation_is_equation_9(copies: int, device: torch.device) -> None:
     table, adam, before = make(rows, opacities=logits)
     sources = torch.arange(4).repeat_interleave(copies)
     adam.history = native().AdamHistory(7, 0.9, 0.999, 1e-15, 0)
-    native().relocate(natives(table), adam.state(), sources, torch.arange(4, rows - 1), MIN_OPACITY, 7)
+    listed, to = row_list(sources, rows), native().RowList.consecutive(4, rows - 1)
+    native().relocate(natives(table), adam.state(), listed, to, MIN_OPACITY, 7)
     after = host(table)
     for source, opacity in enumerate(opacities.double().tolist()):
         new, ratio = paper_relocation(opacity, copies + 1)
@@ -106,9 +116,8 @@ def test_relocation_is_equation_9(copies: int, device: torch.device) -> None:
 def test_more_copies_than_51_count_as_51(device: torch.device) -> None:
     logits = torch.cat([torch.logit(torch.tensor([0.9])), torch.full((80,), -9.0)])
     table, _, before = make(81, opacities=logits)
-    native().relocate(
-        natives(table), None, torch.zeros(80, dtype=torch.int64), torch.arange(1, 81), MIN_OPACITY, 0
-    )
+    listed, to = row_list([0] * 80, 81), row_list(torch.arange(1, 81), 81)
+    native().relocate(natives(table), None, listed, to, MIN_OPACITY, 0)
     new, ratio = paper_relocation(0.9, 51)
     after = host(table)
     assert torch.allclose(after["opacities"].double().sigmoid(), torch.tensor(new).double(), rtol=1e-5)
@@ -129,9 +138,7 @@ def test_split_keeps_the_opacity_of_the_whole(device: torch.device) -> None:
     table = SplatTable.from_columns(**columns)
     view = Camera(torch.eye(4), 80.0, 80.0, 64.5, 64.5, 129, 129)
     before = render(table, view)[0].accumulation.detach().cpu()[..., 0]
-    native().relocate(
-        natives(table), None, torch.zeros(4, dtype=torch.int64), torch.arange(1, 5), MIN_OPACITY, 0
-    )
+    native().relocate(natives(table), None, row_list([0] * 4, 5), row_list([1, 2, 3, 4], 5), MIN_OPACITY, 0)
     after = render(table, view)[0].accumulation.detach().cpu()[..., 0]
     assert abs(float(before[64, 64]) - 0.8) < 1e-3
     assert abs(float(after[64, 64] - before[64, 64])) < 1e-3
@@ -142,7 +149,7 @@ def test_draws_are_proportional_to_opacity(device: torch.device) -> None:
     """Chi-square over 40 rows and 200,000 draws; the seed is fixed, so it cannot fail by chance tomorrow."""
     rows, draws = 40, 200_000
     table, _, columns = make(rows)
-    sampled = native().sample_rows(natives(table), MIN_OPACITY, draws, 3, 17)
+    sampled = sample(table, draws, 3, 17)
     assert torch.equal(sampled, sampled.sort().values)
     expected = columns["opacities"].double().sigmoid()
     expected = expected / expected.sum() * draws
@@ -153,10 +160,10 @@ def test_draws_are_proportional_to_opacity(device: torch.device) -> None:
 
 def test_draws_depend_on_seed_and_step(device: torch.device) -> None:
     table, _, _ = make(500)
-    first = native().sample_rows(natives(table), MIN_OPACITY, 300, 1, 1)
-    assert torch.equal(first, native().sample_rows(natives(table), MIN_OPACITY, 300, 1, 1))
-    assert not torch.equal(first, native().sample_rows(natives(table), MIN_OPACITY, 300, 1, 2))
-    assert not torch.equal(first, native().sample_rows(natives(table), MIN_OPACITY, 300, 2, 1))
+    first = sample(table, 300, 1, 1)
+    assert torch.equal(first, sample(table, 300, 1, 1))
+    assert not torch.equal(first, sample(table, 300, 1, 2))
+    assert not torch.equal(first, sample(table, 300, 2, 1))
 
 
 def test_dead_and_broken_rows_are_found_and_never_drawn(device: torch.device) -> None:
@@ -168,19 +175,22 @@ def test_dead_and_broken_rows_are_found_and_never_drawn(device: torch.device) ->
     columns["scales"][9, 2] = float("nan")
     columns["opacities"][15_000] = float("nan")
     table, _, _ = make(rows, **columns)
-    dead = native().dead_rows(natives(table), MIN_OPACITY)
+    dead = native().dead_rows(natives(table), MIN_OPACITY).tensor()
     expected = sorted({*range(0, rows, 7), 5, 6, 9, 15_000})
     assert dead.tolist() == expected
-    sampled = native().sample_rows(natives(table), MIN_OPACITY, 30_000, 0, 0)
+    sampled = sample(table, 30_000, 0, 0)
     assert len(sampled) == 30_000
     assert not set(sampled.tolist()) & set(expected)
     assert int(sampled.max()) > 19_000
     assert int(sampled.min()) < 1_000
 
 
-def test_nothing_alive_gives_no_draws(device: torch.device) -> None:
-    table, adam, _ = make(30, capacity=60, opacities=torch.full((30,), -9.0))
-    assert len(native().sample_rows(natives(table), MIN_OPACITY, 10, 0, 0)) == 0
+def test_nothing_alive_gives_no_draws_and_moves_nothing(device: torch.device) -> None:
+    table, adam, before = make(30, capacity=60, opacities=torch.full((30,), -9.0))
+    sources = native().sample_rows(natives(table), MIN_OPACITY, 10, 0, 0)
+    assert sources.tensor().tolist() == [-1] * 10
+    native().relocate(natives(table), adam.state(), sources, row_list(list(range(5, 15)), 30), MIN_OPACITY, 0)
+    assert all(torch.equal(column, before[name]) for name, column in host(table).items())
     strategy = McmcStrategy(60, refine_start=0, refine_every=1)
     assert strategy.post_step(table, adam, 1) == {"relocated": 0, "added": 0, "total": 30}
     empty = SplatTable(0, capacity=10)
@@ -285,10 +295,12 @@ def test_misuse_is_explained(device: torch.device) -> None:
         McmcStrategy(10).post_step(table, adam, 1)
     with pytest.raises(ValueError, match="max_gaussians is 0"):
         McmcStrategy(0)
-    with pytest.raises(ValueError, match="source rows must ascend"):
-        native().relocate(natives(table), None, torch.tensor([3, 1]), torch.tensor([5, 6]), MIN_OPACITY, 0)
-    with pytest.raises(ValueError, match="destination rows must ascend and lie in"):
-        native().relocate(natives(table), None, torch.tensor([1, 1]), torch.tensor([5, 20]), MIN_OPACITY, 0)
+    with pytest.raises(ValueError, match="rows must ascend"):
+        row_list([3, 1], 20)
+    with pytest.raises(ValueError, match=r"rows must ascend and lie in \[0, 20\)"):
+        row_list([5, 20], 20)
+    with pytest.raises(ValueError, match="1 source rows for 2 destination rows"):
+        native().relocate(natives(table), None, row_list([1], 20), row_list([5, 6], 20), MIN_OPACITY, 0)
     columns = natives(table)
     columns[1] = columns[1][:, :3]
     with pytest.raises(ValueError, match=r"quats is .*expected contiguous float32 with 20 rows"):

@@ -74,9 +74,9 @@ def main(out: str) -> None:
     for column in columns:
         column.copy_(torch.randn(column.shape, generator=fresh))
     sampled = native().sample_rows(columns, 0.3, 2_000, 7, 8)
-    dead = native().dead_rows(columns, 0.3)[:2_000]
+    dead = native().RowList(native().dead_rows(columns, 0.3).tensor()[:2_000], table.num_rows)
     native().relocate(columns, adam.state(), sampled, dead, 0.3, adam.steps)
-    result["sampled"], result["dead"] = sampled, dead
+    result["sampled"], result["dead"] = sampled.tensor(), dead.tensor()
     result["relocated"] = [column.cpu() for column in columns]
     torch.save(result, out)
 
