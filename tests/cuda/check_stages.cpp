@@ -969,7 +969,7 @@ void check_relocation(int64_t rows) {
          1e-5 * static_cast<double>(rows));
   const int64_t wanted = std::min<int64_t>(static_cast<int64_t>(got_dead.size()), rows / 10);
   const RowList source = sample_rows(table.device(), least, wanted, 77, 3);
-  std::vector<int64_t> sampled = to_vector(source);
+  const std::vector<int64_t> sampled = to_vector(source);
   if (static_cast<int64_t>(got_dead.size()) == rows) {
     report(name + " sample", "draws of none",
            static_cast<double>(
