@@ -107,8 +107,7 @@ def stage_bytes(rows: int, visible: int, pairs: int, pixels: int) -> dict[str, i
         "project": 44 * rows + (192 + 48) * visible,
         "exchange": 2 * 2 * 48 * visible,  # into the parcel and out of it
         "bin": 68 * visible + 26 * pairs,
-        "blend": (8 + 48) * pairs + 24 * pixels,
-        "assemble": 40 * pixels,
+        "blend": (8 + 48) * pairs + 64 * pixels,  # into the tiles' planes and on to the images
         "blend_backward": (8 + 48 + 48) * pairs + 28 * pixels,
         "return": 48 * pairs + 3 * 48 * visible,
         "project_backward": 236 * rows + (236 + 236 + 48) * visible,

@@ -471,6 +471,22 @@ void backward_owner(const Frame& frame, int self, TileOwner& owner, const Buffer
     launch_backward<false>(blend_input(frame, self, entry), back, target, most, self);
 }
 
+void assemble_images(Frame& frame) {
+  const auto assemble = [&](const Shard& shard) {
+    TileOwner& owner = frame.owners[static_cast<size_t>(shard.index)];
+    if (owner.tiles.empty()) return;
+    const Buffer<ImagePointers> pointers = to_buffer(frame.images, shard.index);
+    const float* background = frame.settings.background;
+    assemble_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0, shard_stream(shard.index)>>>(
+        frame.constants[static_cast<size_t>(shard.index)].views.data(), static_cast<int>(frame.views.size()),
+        owner.tiles.begin, owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0],
+        background[1], background[2]);
+    KERNEL_CHECK("assemble", shard.index, owner.tiles.size());
+    if (!frame.settings.wanted_backward) owner.pixels = Buffer<float>();
+  };
+  for_each_shard("assemble", assemble, Access::kExchange);
+}
+
 }  // namespace
 
 void blend(Frame& frame) {
@@ -481,22 +497,7 @@ void blend(Frame& frame) {
     else
       blend_owner(frame, shard.index, owner, owner.entry_record);
   });
-}
-
-void assemble_images(Frame& frame, const std::vector<ImagePointers>& images) {
-  const auto assemble = [&](const Shard& shard) {
-    TileOwner& owner = frame.owners[static_cast<size_t>(shard.index)];
-    if (owner.tiles.empty()) return;
-    const Buffer<ImagePointers> pointers = to_buffer(images, shard.index);
-    const float* background = frame.settings.background;
-    assemble_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0, shard_stream(shard.index)>>>(
-        frame.constants[static_cast<size_t>(shard.index)].views.data(), static_cast<int>(frame.views.size()),
-        owner.tiles.begin, owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0],
-        background[1], background[2]);
-    KERNEL_CHECK("assemble", shard.index, owner.tiles.size());
-    if (!frame.settings.wanted_backward) owner.pixels = Buffer<float>();
-  };
-  for_each_shard("assemble", assemble, Access::kExchange);
+  assemble_images(frame);
 }
 
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {

@@ -5,14 +5,6 @@
 
 namespace mgpu::splat {
 
-// The images of one view, row-major float32; depth is the accumulated one (weight times depth), null if not
-// wanted.
-struct ImagePointers {
-  float* rgb;           // [H, W, 3]
-  float* depth;         // [H, W]
-  float* accumulation;  // [H, W]
-};
-
 // dL/d(image) of one view; a null pointer stands for zeros.
 struct ImageGradPointers {
   const float* rgb;
@@ -20,16 +12,12 @@ struct ImageGradPointers {
   const float* accumulation;
 };
 
-// Stage "blend": fills frame.owners[*].{transmittance, contributors, pixels}.
+// Stage "blend": writes frame.images, and keeps in frame.owners what the way back needs.
 void blend(Frame& frame);
 
-// Stage "assemble" (an exchange): owners write their pixels, over the background, into the images [views];
-// frees pixels.
-void assemble_images(Frame& frame, const std::vector<ImagePointers>& images);
-
-// Stage "scatter" (an exchange) brings dL/d(image) to the owners; stage "blend_backward" fills
-// frame.owners[*].slot_grad, one RecordGrad per pair of (tile, record). No atomics: each slot is written
-// once.
+// Stage "blend_backward", from dL/d(image) and frame.images as stage "blend" left them: the gradients of the
+// records that each owner received. CUDA flavour: frame.owners[*].record_grad; host flavour:
+// frame.owners[*].slot_grad, one RecordGrad per pair of (tile, record), without atomics.
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads);
 
 }  // namespace mgpu::splat

@@ -289,24 +289,14 @@ void cut_plane(const float* image, int channels, int channel, const View& view, 
   }
 }
 
-}  // namespace
-
-void blend(Frame& frame) {
-  for_each_shard("blend", [&](const Shard& shard) {
-    if (frame.settings.wanted_depth)
-      blend_owner<true>(frame, shard.index, frame.owners[shard.index]);
-    else
-      blend_owner<false>(frame, shard.index, frame.owners[shard.index]);
-  });
-}
-
-void assemble_images(Frame& frame, const std::vector<ImagePointers>& images) {
+// Tiles to images, over the background; frees the owners' pixels.
+void assemble_images(Frame& frame) {
   const auto assemble = [&](const Shard& shard) {
     TileOwner& owner = frame.owners[shard.index];
     parallel_for(owner.tiles.size(), kTilesPerPiece, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         const TilePlace place = place_of(frame, owner.tiles.begin + t);
-        const ImagePointers& image = images[place.view];
+        const ImagePointers& image = frame.images[place.view];
         const float* planes = owner.pixels.data() + t * 4 * kTilePixels;
         const float* transmittance = owner.transmittance.data() + t * kTilePixels;
         for (int row = 0; row < place.rows; ++row) {
@@ -326,6 +316,18 @@ void assemble_images(Frame& frame, const std::vector<ImagePointers>& images) {
     owner.pixels = Buffer<float>();
   };
   for_each_shard("assemble", assemble, Access::kExchange);
+}
+
+}  // namespace
+
+void blend(Frame& frame) {
+  for_each_shard("blend", [&](const Shard& shard) {
+    if (frame.settings.wanted_depth)
+      blend_owner<true>(frame, shard.index, frame.owners[shard.index]);
+    else
+      blend_owner<false>(frame, shard.index, frame.owners[shard.index]);
+  });
+  assemble_images(frame);
 }
 
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {

@@ -17,12 +17,21 @@ struct RenderSettings {
   bool antialiased = false;
   int sh_degree = 3;
   bool wanted_depth = true;
+  bool wanted_absgrad = true;  // RecordGrad::abs_mean2d; the host always has it
   float background[3] = {0.f, 0.f, 0.f};
   bool deterministic =
       false;  // CUDA: sum record gradients in list order instead of by atomics; the host always does
   bool wanted_backward = true;  // CUDA: keep what the way back needs
 
   int sh_count() const { return (sh_degree + 1) * (sh_degree + 1); }
+};
+
+// The images of one view, row-major float32; depth is the accumulated one (weight times depth), null if not
+// wanted.
+struct ImagePointers {
+  float* rgb;           // [H, W, 3], over the background
+  float* depth;         // [H, W]
+  float* accumulation;  // [H, W]
 };
 
 // What is left of a visible Gaussian after projection.
@@ -96,6 +105,8 @@ struct TileOwner {
   Buffer<float> pixels;  // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
   Buffer<RecordGrad> slot_grad;  // owner; [intersections], during backward only
   int64_t pairs = 0;             // length of entry: pairs of (tile, record)
+  int64_t patch_pairs =
+      -1;  // at least the pairs of (8x4-pixel patch, record whose box meets it); -1: not counted
 
   // CUDA flavour
   // An upper bound of the pairs (patch of 8x4 pixels, record) that the blend stage's box cull can meet: for
@@ -132,6 +143,7 @@ struct StageTime {
 struct Frame {
   std::vector<View> views;
   RenderSettings settings;
+  std::vector<ImagePointers> images;  // [views]; after stage "blend" unchanged until the way back is done
   SplatColumns columns{};
   AdamState state{};  // all null: no replay
   AdamHistory history{};

@@ -30,8 +30,8 @@ void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   timed(frame, "assign", [&] { assign_tiles(frame); });
   timed(frame, "exchange", [&] { exchange_records(frame); });
   timed(frame, "bin", [&] { bin_records(frame); });
+  frame.images = images;
   timed(frame, "blend", [&] { blend(frame); });
-  timed(frame, "assemble", [&] { assemble_images(frame, images); });
 }
 
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
