@@ -105,8 +105,6 @@ struct TileOwner {
   Buffer<float> pixels;  // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
   Buffer<RecordGrad> slot_grad;  // owner; [intersections], during backward only
   int64_t pairs = 0;             // length of entry: pairs of (tile, record)
-  int64_t patch_pairs =
-      -1;  // at least the pairs of (8x4-pixel patch, record whose box meets it); -1: not counted
 
   // CUDA flavour
   // An upper bound of the pairs (patch of 8x4 pixels, record) that the blend stage's box cull can meet: for
