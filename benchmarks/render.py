@@ -136,20 +136,9 @@ def measure(city_rows: int | None, runs: int) -> dict[str, Any]:
         backward.append(time.perf_counter() - start)
         for column in table.columns():
             column.grad = None
-    plain = [column.detach() for column in table.columns()]
     for _ in range(runs):
         frame, _ = native().splat_forward(
-            plain,
-            None,
-            None,
-            camera.viewmat[None],
-            [camera.intrinsics],
-            [camera.size],
-            None,
-            False,
-            3,
-            True,
-            None,
+            table.columns(), None, None, [camera.arguments()], None, False, 3, True
         )
         native().splat_backward(frame, [(gradient, None, None)])
         start = time.perf_counter()

@@ -9,19 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Camera", "SplatTable", "__version__", "init", "render"]
+__all__ = ["Camera", "SplatAdam", "SplatTable", "__version__", "init", "render", "train_step"]
 
 if TYPE_CHECKING:
     from ns_mgpu_splat.device import init
     from ns_mgpu_splat.splats.camera import Camera
+    from ns_mgpu_splat.splats.optimizer import SplatAdam
     from ns_mgpu_splat.splats.render import render
     from ns_mgpu_splat.splats.table import SplatTable
+    from ns_mgpu_splat.splats.train import train_step
 
 _HOME = {
     "init": "ns_mgpu_splat.device",
     "Camera": "ns_mgpu_splat.splats.camera",
     "SplatTable": "ns_mgpu_splat.splats.table",
     "render": "ns_mgpu_splat.splats.render",
+    "SplatAdam": "ns_mgpu_splat.splats.optimizer",
+    "train_step": "ns_mgpu_splat.splats.train",
 }
 
 

@@ -48,4 +48,12 @@ inline RowRange equal_chunk(int64_t count, int shard, int shards) {
   return {begin, begin + chunk < count ? begin + chunk : count};
 }
 
+// The chunks of all shards of the mesh.
+inline std::vector<RowRange> equal_chunks(int64_t count) {
+  std::vector<RowRange> chunks(static_cast<size_t>(mesh().size()));
+  for (int shard = 0; shard < mesh().size(); ++shard)
+    chunks[static_cast<size_t>(shard)] = equal_chunk(count, shard, mesh().size());
+  return chunks;
+}
+
 }  // namespace mgpu

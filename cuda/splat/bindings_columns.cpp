@@ -2,85 +2,102 @@
 #include "splat/bindings_columns.h"
 
 #include <sstream>
-#include <stdexcept>
 
 #include "memory/locality.h"
-#include "splat/rows.h"
 
 namespace mgpu::splat {
 
+using at::Tensor;
+
 namespace {
 
-constexpr std::array<const char*, kColumns> kColumnNames = {"means",     "quats", "scales",
-                                                            "opacities", "sh0",   "shN"};
+constexpr const char* kColumnNames[kColumns] = {"means", "quats", "scales", "opacities", "sh0", "shN"};
+
+struct RowFloats {
+  int64_t of[kColumns];
+};
+
+RowFloats row_floats_of(const Tensors& columns) {
+  TORCH_CHECK_VALUE(columns.size() == kColumns, "The table has ", columns.size(),
+                    " columns, expected 6: means, quats, scales, opacities, sh0, shN.");
+  TORCH_CHECK_VALUE(columns[0].dim() == 2 && columns[5].dim() == 3,
+                    "means must be [N, 3] and shN [N, K, 3]; they are ", shape_of(columns[0]), " and ",
+                    shape_of(columns[5]), ".");
+  const int64_t rest = columns[5].size(1);
+  TORCH_CHECK_VALUE(rest == 0 || rest == 3 || rest == 8 || rest == 15, "shN has ", rest,
+                    " coefficients; degrees 0 to 3 have 0, 3, 8 or 15.");
+  return {{3, 4, 3, 1, 3, 3 * rest}};
+}
+
+// Data of a column, or of a moment of one, with its rows declared.
+float* column_data(const Tensor& tensor, const char* what, int column, int64_t rows, int64_t row_floats,
+                   const std::vector<RowRange>& homes) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.dim() >= 1 &&
+                        tensor.size(0) == rows && tensor.numel() == rows * row_floats,
+                    what, kColumnNames[column], " is ", shape_of(tensor),
+                    ", expected contiguous float32 with ", rows, " rows (as means) of ", row_floats,
+                    " values.");
+  auto* data = static_cast<float*>(tensor.data_ptr());
+  const bool moment = *what != '\0';
+  if (rows > 0 && row_floats > 0) {
+    set_row_split(data, rows, row_floats * static_cast<int64_t>(sizeof(float)), homes.data(),
+                  moment ? "a moment" : kColumnNames[column]);
+  }
+  return data;
+}
 
 }  // namespace
 
-std::string shape_of(const at::Tensor& tensor) {
+std::string shape_of(const Tensor& tensor) {
   std::ostringstream text;
   text << tensor.scalar_type() << " " << tensor.sizes() << " on " << tensor.device();
   return text.str();
 }
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument(message);
+float* floats(const Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
+                    " must be contiguous float32; it is ", shape_of(tensor), ".");
+  return static_cast<float*>(tensor.data_ptr());
 }
 
-float* column_data(const at::Tensor& tensor, const std::string& name, int64_t rows, int64_t row_floats) {
-  require(tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.dim() >= 1 &&
-              tensor.size(0) == rows && tensor.numel() == rows * row_floats,
-          name + " is " + shape_of(tensor) + ", expected contiguous float32 with " + std::to_string(rows) +
-              " rows (as means) of " + std::to_string(row_floats) + " values.");
-  return tensor.data_ptr<float>();
-}
-
-std::array<int64_t, kColumns> row_floats_of(const std::vector<at::Tensor>& columns) {
-  require(columns.size() == kColumns, "The table has " + std::to_string(columns.size()) +
-                                          " columns, expected 6: means, quats, scales, opacities, sh0, shN.");
-  require(columns[0].dim() == 2 && columns[5].dim() == 3,
-          "means must be [N, 3] and shN [N, K, 3]; they are " + shape_of(columns[0]) + " and " +
-              shape_of(columns[5]) + ".");
-  const int64_t rest = columns[5].size(1);
-  require(rest == 0 || rest == 3 || rest == 8 || rest == 15,
-          "shN has " + std::to_string(rest) + " coefficients; degrees 0 to 3 have 0, 3, 8 or 15.");
-  return {3, 4, 3, 1, 3, 3 * rest};
-}
-
-SplatColumns columns_of(const std::vector<at::Tensor>& tensors) {
-  const auto floats = row_floats_of(tensors);
-  const int64_t rows = tensors[0].size(0);
-  std::array<float*, kColumns> data;
-  const auto homes = equal_homes(rows);
-  for (size_t i = 0; i < kColumns; ++i) {
-    data[i] = column_data(tensors[i], kColumnNames[i], rows, floats[i]);
-    set_row_split(data[i], rows, floats[i] * static_cast<int64_t>(sizeof(float)), homes.data(),
-                  kColumnNames[i]);
-  }
-  return {data[0], data[1], data[2], data[3], data[4], data[5], rows, static_cast<int>(floats[5] / 3)};
-}
-
-AdamState state_of(const std::vector<at::Tensor>& state, const std::vector<at::Tensor>& columns) {
-  const auto floats = row_floats_of(columns);
+SplatColumns columns_of(const Tensors& columns, const std::vector<RowRange>& homes) {
+  const RowFloats floats = row_floats_of(columns);
   const int64_t rows = columns[0].size(0);
-  require(state.size() == 2 * kColumns + 1,
-          "The optimizer state has " + std::to_string(state.size()) +
-              " tensors, expected 13: exp_avg and exp_avg_sq of 6 columns, last_step.");
-  const auto homes = equal_homes(rows);
-  AdamState out{};
-  for (size_t i = 0; i < kColumns; ++i) {
-    const std::string name = kColumnNames[i];
-    out.exp_avg[i] = column_data(state[i], "exp_avg of " + name, rows, floats[i]);
-    out.exp_avg_sq[i] = column_data(state[kColumns + i], "exp_avg_sq of " + name, rows, floats[i]);
-    const int64_t row_bytes = floats[i] * static_cast<int64_t>(sizeof(float));
-    set_row_split(out.exp_avg[i], rows, row_bytes, homes.data(), "exp_avg");
-    set_row_split(out.exp_avg_sq[i], rows, row_bytes, homes.data(), "exp_avg_sq");
+  float* data[kColumns];
+  for (int i = 0; i < kColumns; ++i) {
+    data[i] = column_data(columns[static_cast<size_t>(i)], "", i, rows, floats.of[i], homes);
   }
-  const at::Tensor& last = state[2 * kColumns];
-  require(last.scalar_type() == at::kInt && last.is_contiguous() && last.dim() == 1 && last.size(0) == rows,
-          "last_step is " + shape_of(last) + ", expected int32 [" + std::to_string(rows) + "].");
-  out.last_step = last.data_ptr<int32_t>();
-  set_row_split(out.last_step, rows, sizeof(int32_t), homes.data(), "last_step");
+  return {data[0], data[1], data[2], data[3], data[4], data[5], rows, static_cast<int>(floats.of[5] / 3)};
+}
+
+AdamState state_of(const Tensors& state, const Tensors& columns, const std::vector<RowRange>& homes) {
+  const RowFloats floats = row_floats_of(columns);
+  const int64_t rows = columns[0].size(0);
+  TORCH_CHECK_VALUE(state.size() == 2 * kColumns + 1, "The optimizer state has ", state.size(),
+                    " tensors, expected 13: exp_avg and exp_avg_sq of 6 columns, last_step.");
+  AdamState out{};
+  for (int i = 0; i < kColumns; ++i) {
+    const auto at = static_cast<size_t>(i);
+    out.exp_avg[i] = column_data(state[at], "exp_avg of ", i, rows, floats.of[i], homes);
+    out.exp_avg_sq[i] = column_data(state[at + kColumns], "exp_avg_sq of ", i, rows, floats.of[i], homes);
+  }
+  const Tensor& last = state.back();
+  TORCH_CHECK_VALUE(
+      last.scalar_type() == at::kInt && last.is_contiguous() && last.dim() == 1 && last.size(0) == rows,
+      "last_step is ", shape_of(last), ", expected int32 [", rows, "].");
+  out.last_step = static_cast<int32_t*>(last.data_ptr());
+  declare_split(last, homes, "last_step");
   return out;
+}
+
+std::vector<RowRange> homes_of(const Tensors& columns) {
+  return equal_chunks(columns.empty() || columns[0].dim() == 0 ? 0 : columns[0].size(0));
+}
+
+void declare_split(const Tensor& tensor, const std::vector<RowRange>& homes, const char* what) {
+  const int64_t rows = tensor.size(0);
+  if (rows == 0 || tensor.numel() == 0) return;
+  set_row_split(tensor.data_ptr(), rows, static_cast<int64_t>(tensor.nbytes()) / rows, homes.data(), what);
 }
 
 }  // namespace mgpu::splat

@@ -33,9 +33,9 @@ at::Tensor tensor_of(const RowList& list) {
 }
 
 std::shared_ptr<RowList> list_from(const at::Tensor& rows, int64_t num_rows, const char* name) {
-  require(
+  TORCH_CHECK_VALUE(
       rows.device().is_cpu() && rows.scalar_type() == at::kLong && rows.dim() == 1 && rows.is_contiguous(),
-      std::string(name) + " is " + shape_of(rows) + ", expected int64 [K] on cpu.");
+      name, " is ", shape_of(rows), ", expected int64 [K] on cpu.");
   const int64_t* data = rows.data_ptr<int64_t>();
   return std::make_shared<RowList>(row_list({data, data + rows.size(0)}, num_rows, name));
 }
@@ -56,7 +56,7 @@ MGPU_BINDINGS(densify) {
 
   m.def(
       "dead_rows",
-      [](const std::vector<at::Tensor>& columns, double min_opacity) {
+      [](const Tensors& columns, double min_opacity) {
         const SplatColumns table = columns_of(columns);
         py::gil_scoped_release release;
         return std::make_shared<RowList>(dead_rows(table, static_cast<float>(min_opacity)));
@@ -65,8 +65,7 @@ MGPU_BINDINGS(densify) {
 
   m.def(
       "sample_rows",
-      [](const std::vector<at::Tensor>& columns, double min_opacity, int64_t count, uint64_t seed,
-         int64_t step) {
+      [](const Tensors& columns, double min_opacity, int64_t count, uint64_t seed, int64_t step) {
         const SplatColumns table = columns_of(columns);
         py::gil_scoped_release release;
         return std::make_shared<RowList>(
@@ -76,8 +75,8 @@ MGPU_BINDINGS(densify) {
 
   m.def(
       "relocate",
-      [](const std::vector<at::Tensor>& columns, const std::optional<std::vector<at::Tensor>>& state,
-         const RowList& source, const RowList& destination, double min_opacity, int64_t now) {
+      [](const Tensors& columns, const std::optional<Tensors>& state, const RowList& source,
+         const RowList& destination, double min_opacity, int64_t now) {
         const SplatColumns table = columns_of(columns);
         const AdamState moments = state ? state_of(*state, columns) : AdamState{};
         py::gil_scoped_release release;
@@ -89,8 +88,7 @@ MGPU_BINDINGS(densify) {
 
   m.def(
       "reset_rows",
-      [](const std::vector<at::Tensor>& columns, const std::vector<at::Tensor>& state, const RowList& rows,
-         int64_t now) {
+      [](const Tensors& columns, const Tensors& state, const RowList& rows, int64_t now) {
         const SplatColumns table = columns_of(columns);
         const AdamState moments = state_of(state, columns);
         py::gil_scoped_release release;

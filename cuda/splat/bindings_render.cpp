@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // bindings_render.cpp: render and project for ns_mgpu_splat.splats: tensors in, frames and tensors out.
-// Shapes are checked and explained in Python (splats/check.py); here only what memory safety needs.
-#include <ATen/Context.h>
+// What goes in is checked in bindings_frame.cpp.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,12 +13,10 @@
 #include <utility>
 
 #include "bindings.h"
-#include "memory/locality.h"
 #include "memory/transfer.h"
 #include "mesh/fork_join.h"
-#include "splat/bin.h"
+#include "splat/bindings_frame.h"
 #include "splat/exchange.h"
-#include "splat/history.h"
 #include "splat/pipeline.h"
 
 namespace mgpu::splat {
@@ -29,157 +26,20 @@ using at::Tensor;
 
 namespace {
 
-// Everything a frame's pointers lean on.
-struct KeptAlive {
-  std::vector<Tensor> tensors;
-  PyObject* history = nullptr;  // an owned reference, or null
-  ~KeptAlive() {
-    if (!history) return;
-    py::gil_scoped_acquire gil;
-    Py_DECREF(history);
-  }
-};
-
-float* floats(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
-              " must be contiguous float32; got ", tensor.scalar_type(), " with sizes ", tensor.sizes());
-  return static_cast<float*>(tensor.data_ptr());
-}
-
-constexpr const char* kColumnNames[kColumns] = {"means", "quats", "scales", "opacities", "sh0", "shN"};
-
-SplatColumns columns_from(const std::vector<Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == kColumns, "expected 6 columns, got ", tensors.size());
-  float* data[kColumns];
-  for (int i = 0; i < kColumns; ++i) {
-    TORCH_CHECK_VALUE(tensors[i].size(0) == tensors[0].size(0), kColumnNames[i], " has ", tensors[i].size(0),
-                      " rows, means has ", tensors[0].size(0));
-    data[i] = floats(tensors[i], kColumnNames[i]);
-  }
-  return {data[0],
-          data[1],
-          data[2],
-          data[3],
-          data[4],
-          data[5],
-          tensors[0].size(0),
-          static_cast<int>(tensors[5].size(1))};
-}
-
-AdamState state_from(const std::vector<Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 2 * kColumns + 1,
-                    "expected 6 exp_avg, 6 exp_avg_sq and last_step, got ", tensors.size(), " tensors");
-  AdamState state{};
-  for (int i = 0; i < kColumns; ++i) {
-    state.exp_avg[i] = floats(tensors[i], "exp_avg");
-    state.exp_avg_sq[i] = floats(tensors[kColumns + i], "exp_avg_sq");
-  }
-  const Tensor& last_step = tensors.back();
-  TORCH_CHECK_VALUE(last_step.scalar_type() == at::kInt && last_step.is_contiguous(),
-                    "last_step must be contiguous int32");
-  state.last_step = static_cast<int32_t*>(last_step.data_ptr());
-  return state;
-}
-
-void declare_split(const Tensor& tensor, const Frame& frame, const char* what) {
-  const int64_t rows = tensor.size(0);
-  if (rows == 0 || tensor.numel() == 0) return;
-  set_row_split(tensor.data_ptr(), rows, tensor.nbytes() / rows, frame.homes.data(), what);
-}
-
-std::shared_ptr<Frame> make_frame(const std::vector<Tensor>& columns,
-                                  const std::optional<std::vector<Tensor>>& state, const py::object& history,
-                                  const Tensor& viewmats,
-                                  const std::vector<std::array<double, 4>>& intrinsics,
-                                  const std::vector<std::pair<int, int>>& sizes, bool antialiased,
-                                  int sh_degree,
-                                  const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
-  auto frame = std::make_shared<Frame>();
-  auto kept = std::make_shared<KeptAlive>();
-  kept->tensors = columns;
-  frame->columns = columns_from(columns);
-  TORCH_CHECK_VALUE(sh_degree >= 0 && sh_degree <= math::kMaxShDegree &&
-                        (sh_degree + 1) * (sh_degree + 1) <= frame->columns.sh_rest + 1,
-                    "sh_degree ", sh_degree, " needs ", (sh_degree + 1) * (sh_degree + 1) - 1,
-                    " higher coefficients; shN has ", frame->columns.sh_rest);
-  if (state && !history.is_none()) {
-    frame->state = state_from(*state);
-    kept->tensors.insert(kept->tensors.end(), state->begin(), state->end());
-    frame->history = history.cast<const History&>().view();
-    kept->history = history.inc_ref().ptr();
-    frame->replays = true;
-  }
-  frame->settings.antialiased = antialiased;
-  frame->settings.deterministic = at::globalContext().deterministicAlgorithms();
-  frame->settings.sh_degree = sh_degree;
-
-  const int shards = mesh().size();
-  if (homes) {
-    TORCH_CHECK_VALUE(static_cast<int>(homes->size()) == shards, "homes has ", homes->size(),
-                      " ranges, the mesh has ", shards, " shards");
-    int64_t next = 0;
-    for (const auto& [begin, end] : *homes) {
-      TORCH_CHECK_VALUE(begin == next && end >= begin, "homes must be ascending ranges without gaps");
-      frame->homes.push_back({begin, end});
-      next = end;
-    }
-    TORCH_CHECK_VALUE(next == frame->columns.num_rows, "homes ends at row ", next, ", the table has ",
-                      frame->columns.num_rows);
-  } else {
-    for (int s = 0; s < shards; ++s) frame->homes.push_back(equal_chunk(frame->columns.num_rows, s, shards));
-  }
-  for (int i = 0; i < kColumns; ++i) declare_split(columns[i], *frame, kColumnNames[i]);
-  if (frame->replays) {
-    for (size_t i = 0; i < state->size(); ++i) {
-      declare_split((*state)[i], *frame,
-                    i < kColumns       ? "exp_avg"
-                    : i < 2 * kColumns ? "exp_avg_sq"
-                                       : "last_step");
-    }
-  }
-
-  const Tensor host = viewmats.detach().to(at::kCPU, at::kFloat).contiguous();
-  const int64_t views = host.size(0);
-  TORCH_CHECK_VALUE(host.dim() == 3 && host.size(1) == 4 && host.size(2) == 4 &&
-                        static_cast<int64_t>(intrinsics.size()) == views &&
-                        static_cast<int64_t>(sizes.size()) == views,
-                    "viewmats is ", host.sizes(), ", with ", intrinsics.size(), " intrinsics and ",
-                    sizes.size(), " sizes; expected [C, 4, 4] and C of each");
-  int64_t tile_begin = 0;
-  for (int64_t v = 0; v < views; ++v) {
-    const auto& [width, height] = sizes[v];
-    TORCH_CHECK_VALUE(width >= 1 && height >= 1 && width <= kMaxTilesAcross * kTileSize &&
-                          height <= kMaxTilesAcross * kTileSize,
-                      "camera ", v, " is ", width, "x", height, " pixels; each side must be 1 to ",
-                      kMaxTilesAcross * kTileSize);
-    const auto& k = intrinsics[v];
-    frame->views.push_back(
-        make_view(host.const_data_ptr<float>() + 16 * v, k[0], k[1], k[2], k[3], width, height, tile_begin));
-    tile_begin += frame->views.back().tile_count();
-  }
-  frame->keep_alive = kept;
-  return frame;
-}
-
 using Image =
     std::tuple<Tensor, std::optional<Tensor>, Tensor>;  // rgb [H,W,3], depth [H,W,1], accumulation [H,W,1]
 
 std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
-    const std::vector<Tensor>& columns, const std::optional<std::vector<Tensor>>& state,
-    const py::object& history, const Tensor& viewmats, const std::vector<std::array<double, 4>>& intrinsics,
-    const std::vector<std::pair<int, int>>& sizes, const std::optional<Tensor>& background, bool antialiased,
+    const Tensors& columns, const std::optional<Tensors>& state, const std::shared_ptr<History>& history,
+    const std::vector<CameraArguments>& cameras, const Background& background, bool antialiased,
     int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes,
-    bool wanted_backward) {
-  auto frame =
-      make_frame(columns, state, history, viewmats, intrinsics, sizes, antialiased, sh_degree, homes);
+    bool wanted_backward, bool wanted_absgrad) {
   py::gil_scoped_release no_gil;
-  frame->settings.wanted_depth = wanted_depth;
-  frame->settings.wanted_backward = wanted_backward;
-  if (background) {
-    const Tensor host = background->detach().to(at::kCPU, at::kFloat).contiguous();
-    TORCH_CHECK_VALUE(host.numel() == 3, "background is ", host.sizes(), ", expected [3]");
-    std::copy_n(host.const_data_ptr<float>(), 3, frame->settings.background);
-  }
+  RenderSettings settings = render_settings(background, antialiased, sh_degree);
+  settings.wanted_depth = wanted_depth;
+  settings.wanted_backward = wanted_backward;
+  settings.wanted_absgrad = wanted_absgrad;
+  auto frame = make_frame(columns, state, history, cameras, settings, homes);
   const auto options = columns[0].options().requires_grad(false);
   std::vector<Image> images;
   std::vector<ImagePointers> pointers;
@@ -193,7 +53,7 @@ std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
     images.emplace_back(std::move(rgb), std::move(depth), std::move(accumulation));
   }
   run_forward(*frame, pointers);
-  return {frame, images};
+  return {std::move(frame), std::move(images)};
 }
 
 void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Tensor>, 3>>& grads) {
@@ -221,13 +81,13 @@ void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Ten
 std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param_grads(
     const Frame& frame, const std::array<bool, kColumns>& wanted, bool wanted_viewmats) {
   py::gil_scoped_release no_gil;
-  const auto& tensors = static_cast<const KeptAlive*>(frame.keep_alive.get())->tensors;
+  const Tensors& tensors = kept_alive(frame).tensors;
   std::vector<std::optional<Tensor>> grads(kColumns);
   float* data[kColumns] = {};
   for (int i = 0; i < kColumns; ++i) {
     if (!wanted[i]) continue;
     grads[i] = at::zeros(tensors[i].sizes(), tensors[i].options().requires_grad(false));
-    declare_split(*grads[i], frame, "a gradient");
+    declare_split(*grads[i], frame.homes, "a gradient");
     data[i] = floats(*grads[i], "a gradient");
   }
   const ColumnGrads columns{data[0], data[1], data[2], data[3], data[4], data[5]};
@@ -238,23 +98,15 @@ std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param
     project_backward(frame, any ? &columns : nullptr, wanted_viewmats ? sums.data() : nullptr);
   }
   std::optional<Tensor> viewmats;
-  if (wanted_viewmats) {
-    viewmats = at::zeros({views, 4, 4}, at::TensorOptions().dtype(at::kFloat));
-    float* out = viewmats->mutable_data_ptr<float>();
-    for (int64_t v = 0; v < views; ++v) {
-      for (int i = 0; i < 12; ++i) out[16 * v + i] = static_cast<float>(sums[12 * v + i]);
-    }
-  }
+  if (wanted_viewmats) viewmats = viewmat_grads(sums);
   return {grads, viewmats};
 }
 
-std::shared_ptr<Frame> splat_project(const std::vector<Tensor>& columns, const Tensor& viewmats,
-                                     const std::vector<std::array<double, 4>>& intrinsics,
-                                     const std::vector<std::pair<int, int>>& sizes, bool antialiased,
-                                     int sh_degree) {
-  auto frame = make_frame(columns, std::nullopt, py::none(), viewmats, intrinsics, sizes, antialiased,
-                          sh_degree, std::nullopt);
+std::shared_ptr<Frame> splat_project(const Tensors& columns, const std::vector<CameraArguments>& cameras,
+                                     bool antialiased, int sh_degree) {
   py::gil_scoped_release no_gil;
+  auto frame = make_frame(columns, std::nullopt, nullptr, cameras,
+                          render_settings(std::nullopt, antialiased, sh_degree));
   run_project(*frame);
   return frame;
 }
@@ -280,8 +132,7 @@ int64_t record_count(const Frame& frame) {
 // Shards one after the other, each by (view, row): of one view, ascending by row.
 std::vector<Tensor> frame_records(const Frame& frame) {
   py::gil_scoped_release no_gil;
-  const auto options =
-      static_cast<const KeptAlive*>(frame.keep_alive.get())->tensors[0].options().requires_grad(false);
+  const auto options = kept_alive(frame).tensors[0].options().requires_grad(false);
   const int64_t count = record_count(frame);
   Tensor row = at::empty({count}, at::TensorOptions().dtype(at::kLong)), view = at::empty_like(row);
   std::vector<Tensor> out = {row, view};
@@ -426,16 +277,15 @@ MGPU_BINDINGS(render) {
         return times;
       });
   m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"),
-        pybind11::arg("history"), pybind11::arg("viewmats"), pybind11::arg("intrinsics"),
-        pybind11::arg("sizes"), pybind11::arg("background"), pybind11::arg("antialiased"),
-        pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"), pybind11::arg("homes"),
-        pybind11::arg("wanted_backward") = true);
+        pybind11::arg("history"), pybind11::arg("cameras"), pybind11::arg("background"),
+        pybind11::arg("antialiased"), pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"),
+        pybind11::arg("homes") = pybind11::none(), pybind11::arg("wanted_backward") = true,
+        pybind11::arg("wanted_absgrad") = false);
   m.def("splat_backward", &splat_backward, pybind11::arg("frame"), pybind11::arg("grads"));
   m.def("splat_param_grads", &splat_param_grads, pybind11::arg("frame"), pybind11::arg("wanted"),
         pybind11::arg("wanted_viewmats"));
-  m.def("splat_project", &splat_project, pybind11::arg("columns"), pybind11::arg("viewmats"),
-        pybind11::arg("intrinsics"), pybind11::arg("sizes"), pybind11::arg("antialiased"),
-        pybind11::arg("sh_degree"));
+  m.def("splat_project", &splat_project, pybind11::arg("columns"), pybind11::arg("cameras"),
+        pybind11::arg("antialiased"), pybind11::arg("sh_degree"));
   m.def("splat_records_backward", &splat_records_backward, pybind11::arg("frame"), pybind11::arg("grads"));
   m.def(
       "exp_negative",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bindings_train.cpp: what training needs, for Python: loss, optimizer step and flush.
+// bindings_train.cpp: what training needs, for Python: loss, whole steps, optimizer step, flush.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -13,11 +13,12 @@
 #include <vector>
 
 #include "bindings.h"
-#include "splat/bindings_columns.h"
-#include "splat/frame.h"
+#include "memory/transfer.h"
+#include "splat/bindings_frame.h"
 #include "splat/history.h"
 #include "splat/loss.h"
 #include "splat/step.h"
+#include "splat/train_step.h"
 
 namespace py = pybind11;
 
@@ -25,46 +26,127 @@ namespace mgpu::splat {
 
 namespace {
 
+// A photograph and its mask, as the loss takes them; `which` is for messages.
+TrainTarget target_of(const at::Tensor& target, const std::optional<at::Tensor>& mask, int64_t height,
+                      int64_t width, c10::Device device, const std::string& which = "") {
+  const bool bytes = target.scalar_type() == at::kByte;
+  TORCH_CHECK_VALUE((bytes || target.scalar_type() == at::kFloat) && target.dim() == 3 &&
+                        target.size(0) == height && target.size(1) == width && target.size(2) == 3 &&
+                        target.is_contiguous() && target.device() == device,
+                    "target", which, " is ", shape_of(target), ", expected contiguous uint8 or float32 [",
+                    height, ", ", width, ", 3] on ", device, ", as its image.");
+  TrainTarget out;
+  if (bytes)
+    out.bytes = target.const_data_ptr<uint8_t>();
+  else
+    out.values = target.const_data_ptr<float>();
+  if (!mask) return out;
+  TORCH_CHECK_VALUE((mask->scalar_type() == at::kBool || mask->scalar_type() == at::kByte) &&
+                        mask->dim() == 2 && mask->size(0) == height && mask->size(1) == width &&
+                        mask->is_contiguous() && mask->device() == device,
+                    "mask", which, " is ", shape_of(*mask), ", expected contiguous bool [", height, ", ",
+                    width, "] on ", device, ", as its image.");
+  out.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
+  return out;
+}
+
 py::tuple l1_ssim_tensors(const at::Tensor& rgb, const at::Tensor& target, double ssim_weight,
                           const std::optional<at::Tensor>& mask, bool wants_gradient) {
-  require(rgb.scalar_type() == at::kFloat && rgb.dim() == 3 && rgb.size(2) == 3 && rgb.is_contiguous(),
-          "rgb is " + shape_of(rgb) + ", expected contiguous float32 [H, W, 3].");
-  const bool bytes = target.scalar_type() == at::kByte;
-  require((bytes || target.scalar_type() == at::kFloat) && target.sizes() == rgb.sizes() &&
-              target.is_contiguous() && target.device() == rgb.device(),
-          "target is " + shape_of(target) + ", expected contiguous uint8 or float32 like rgb, which is " +
-              shape_of(rgb) + ".");
+  TORCH_CHECK_VALUE(
+      rgb.scalar_type() == at::kFloat && rgb.dim() == 3 && rgb.size(2) == 3 && rgb.is_contiguous(), "rgb is ",
+      shape_of(rgb), ", expected contiguous float32 [H, W, 3].");
+  const TrainTarget photograph = target_of(target, mask, rgb.size(0), rgb.size(1), rgb.device());
   LossImages images;
   images.height = rgb.size(0);
   images.width = rgb.size(1);
-  images.rgb = rgb.data_ptr<float>();
-  if (bytes)
-    images.target_bytes = target.data_ptr<uint8_t>();
-  else
-    images.target = target.data_ptr<float>();
-  if (mask) {
-    require((mask->scalar_type() == at::kBool || mask->scalar_type() == at::kByte) && mask->dim() == 2 &&
-                mask->size(0) == images.height && mask->size(1) == images.width && mask->is_contiguous() &&
-                mask->device() == rgb.device(),
-            "mask is " + shape_of(*mask) + ", expected contiguous bool [H, W] like rgb, which is " +
-                shape_of(rgb) + ".");
-    images.mask = static_cast<const uint8_t*>(mask->data_ptr());
-  }
+  images.rgb = rgb.const_data_ptr<float>();
+  images.target = photograph.values;
+  images.target_bytes = photograph.bytes;
+  images.mask = photograph.mask;
   at::Tensor gradient = wants_gradient ? at::empty_like(rgb) : at::Tensor();
   const at::Tensor value = at::empty({3}, rgb.options().requires_grad(false));  // loss, L1, SSIM
   {
     py::gil_scoped_release release;
     l1_ssim_into(images, static_cast<float>(ssim_weight),
-                 wants_gradient ? gradient.data_ptr<float>() : nullptr, value.data_ptr<float>());
+                 wants_gradient ? gradient.mutable_data_ptr<float>() : nullptr,
+                 value.mutable_data_ptr<float>());
   }
   return py::make_tuple(value.select(0, 0), wants_gradient ? py::cast(gradient) : py::none(),
                         value.select(0, 1), value.select(0, 2));
 }
 
-std::array<double, kColumns> rates_of(const std::vector<double>& lrs) {
-  require(lrs.size() == kColumns, "step needs 6 learning rates, got " + std::to_string(lrs.size()) + ".");
-  std::array<double, kColumns> out;
-  std::copy(lrs.begin(), lrs.end(), out.begin());
+StepSettings step_settings(const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg,
+                           double scale_reg, bool wanted_means) {
+  StepSettings settings;
+  settings.lrs = lrs;
+  settings.noise_scale = noise_scale;
+  settings.opacity_reg = opacity_reg;
+  settings.scale_reg = scale_reg;
+  settings.wanted_means = wanted_means;
+  return settings;
+}
+
+py::dict report_of(const StepReport& report) {
+  py::dict out;
+  out["rows_seen"] = report.rows_seen;
+  out["mean_opacity"] = report.mean_opacity;
+  out["mean_scale"] = report.mean_scale;
+  return out;
+}
+
+// What a training step leaves for Python.
+struct TrainResult {
+  std::shared_ptr<Frame> frame;  // only if its gradients wait for a later step
+  TrainLosses losses;
+  StepReport step;
+};
+
+std::unique_ptr<TrainResult> train_step(const Tensors& columns, const Tensors& state,
+                                        const std::shared_ptr<History>& history,
+                                        const std::vector<CameraArguments>& cameras, const Tensors& targets,
+                                        const std::vector<std::optional<at::Tensor>>& masks,
+                                        const std::vector<std::shared_ptr<Frame>>& pending,
+                                        double ssim_weight, const Background& background, bool antialiased,
+                                        int sh_degree, bool wanted_viewmats, bool steps,
+                                        const std::array<double, kColumns>& lrs, double noise_scale,
+                                        double opacity_reg, double scale_reg, bool wanted_means) {
+  py::gil_scoped_release release;
+  RenderSettings settings = render_settings(background, antialiased, sh_degree);
+  settings.wanted_depth = settings.wanted_absgrad = false;
+  auto out = std::make_unique<TrainResult>();
+  auto frame = make_frame(columns, state, history, cameras, settings);
+  TORCH_CHECK_VALUE(targets.size() == cameras.size() && (masks.empty() || masks.size() == cameras.size()),
+                    "there are ", cameras.size(), " cameras, ", targets.size(), " targets and ", masks.size(),
+                    " masks; expected one of each.");
+  std::vector<TrainTarget> photographs;
+  for (size_t v = 0; v < targets.size(); ++v) {
+    const View& view = frame->views[v];
+    photographs.push_back(target_of(targets[v], masks.empty() ? std::nullopt : masks[v], view.height,
+                                    view.width, columns[0].device(), "s[" + std::to_string(v) + "]"));
+  }
+  TrainSettings train;
+  train.ssim_weight = static_cast<float>(ssim_weight);
+  train.wanted_viewmats = wanted_viewmats;
+  out->losses = render_loss_backward(*frame, photographs, train);
+  if (!steps) {
+    out->frame = std::move(frame);
+    return out;
+  }
+  std::vector<const Frame*> frames;
+  for (const auto& waiting : pending) frames.push_back(waiting.get());
+  frames.push_back(frame.get());
+  out->step = step(frames, frame->columns, frame->state, *history,
+                   step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means));
+  history->push(lrs, noise_scale);
+  return out;
+}
+
+// [views][3]: loss, L1, SSIM; waits for the device.
+std::vector<std::array<float, TrainLosses::kFloats>> losses_of(const TrainResult& result) {
+  py::gil_scoped_release release;
+  const std::vector<float> all = to_vector(result.losses.value);
+  std::vector<std::array<float, TrainLosses::kFloats>> out(all.size() / TrainLosses::kFloats);
+  for (size_t i = 0; i < all.size(); ++i) out[i / TrainLosses::kFloats][i % TrainLosses::kFloats] = all[i];
   return out;
 }
 
@@ -84,43 +166,46 @@ MGPU_BINDINGS(train) {
 
   m.def(
       "splat_step",
-      [](const std::vector<std::shared_ptr<Frame>>& frames, const std::vector<at::Tensor>& columns,
-         const std::vector<at::Tensor>& state, History& history, const std::vector<double>& lrs,
-         double noise_scale, double opacity_reg, double scale_reg, bool wanted_means) {
-        const SplatColumns table = columns_of(columns);
-        const AdamState moments = state_of(state, columns);
-        std::vector<const Frame*> pointers;
-        for (const auto& frame : frames) pointers.push_back(frame.get());
-        StepSettings settings;
-        settings.lrs = rates_of(lrs);
-        settings.noise_scale = noise_scale;
-        settings.opacity_reg = opacity_reg;
-        settings.scale_reg = scale_reg;
-        settings.wanted_means = wanted_means;
+      [](const std::vector<std::shared_ptr<Frame>>& frames, const Tensors& columns, const Tensors& state,
+         History& history, const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg,
+         double scale_reg, bool wanted_means) {
+        const StepSettings settings = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means);
         StepReport report;
         {
           py::gil_scoped_release release;
+          const SplatColumns table = columns_of(columns);
+          const AdamState moments = state_of(state, columns);
+          std::vector<const Frame*> pointers;
+          for (const auto& frame : frames) pointers.push_back(frame.get());
           report = step(pointers, table, moments, history, settings);
-          history.push(settings.lrs, noise_scale);
+          history.push(lrs, noise_scale);
         }
-        py::dict out;
-        out["rows_seen"] = report.rows_seen;
-        out["mean_opacity"] = report.mean_opacity;
-        out["mean_scale"] = report.mean_scale;
-        return out;
+        return report_of(report);
       },
       py::arg("frames"), py::arg("columns"), py::arg("state"), py::arg("history"), py::arg("lrs"),
       py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means") = true);
 
+  py::class_<TrainResult>(m, "TrainResult", "What one train_step leaves; losses stay on the device.")
+      .def("losses", &losses_of)
+      .def_property_readonly("frame", [](const TrainResult& result) { return result.frame; })
+      .def_property_readonly("report", [](const TrainResult& result) { return report_of(result.step); })
+      .def_property_readonly("dL_dviewmats", [](const TrainResult& result) {
+        return viewmat_grads(result.losses.dL_dviewmats);
+      });
+  m.def("train_step", &train_step, py::arg("columns"), py::arg("state"), py::arg("history"),
+        py::arg("cameras"), py::arg("targets"), py::arg("masks"), py::arg("pending"), py::arg("ssim_weight"),
+        py::arg("background"), py::arg("antialiased"), py::arg("sh_degree"), py::arg("wanted_viewmats"),
+        py::arg("steps"), py::arg("lrs"), py::arg("noise_scale"), py::arg("opacity_reg"),
+        py::arg("scale_reg"), py::arg("wanted_means"));
+
   // Bring all rows up to date and forget the steps held.
-  m.def("splat_flush",
-        [](const std::vector<at::Tensor>& columns, const std::vector<at::Tensor>& state, History& history) {
-          const SplatColumns table = columns_of(columns);
-          const AdamState moments = state_of(state, columns);
-          py::gil_scoped_release release;
-          flush(table, moments, history);
-          history.clear();
-        });
+  m.def("splat_flush", [](const Tensors& columns, const Tensors& state, History& history) {
+    const SplatColumns table = columns_of(columns);
+    const AdamState moments = state_of(state, columns);
+    py::gil_scoped_release release;
+    flush(table, moments, history);
+    history.clear();
+  });
 }
 
 }  // namespace mgpu::splat

@@ -50,6 +50,7 @@ struct LossCounts {
 struct LossInput {
   LossImages images;
   float ssim_weight;
+  float share;  // of this loss in what is differentiated
   LossCounts counts;
   const LossCounts* device_counts;  // with a mask; else null
   int first_tile_row;
@@ -206,13 +207,13 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ 
   const LossCounts counts = in.device_counts ? *in.device_counts : in.counts;
   const bool with_ssim = counts.centres > 0;
   const float l1_scale =
-      counts.pixels > 0 ? static_cast<float>((with_ssim ? 1.0 - static_cast<double>(in.ssim_weight) : 1.0) /
-                                             static_cast<double>(counts.pixels))
-                        : 0.f;
-  const float ssim_scale =
-      with_ssim
-          ? static_cast<float>(-static_cast<double>(in.ssim_weight) / static_cast<double>(counts.centres))
+      counts.pixels > 0
+          ? in.share * static_cast<float>((with_ssim ? 1.0 - static_cast<double>(in.ssim_weight) : 1.0) /
+                                          static_cast<double>(counts.pixels))
           : 0.f;
+  const float ssim_scale = with_ssim ? in.share * static_cast<float>(-static_cast<double>(in.ssim_weight) /
+                                                                     static_cast<double>(counts.centres))
+                                     : 0.f;
   double l1_sum = 0.0, ssim_sum = 0.0;
 
   for (int channel = 0; channel < kChannels; ++channel) {
@@ -335,7 +336,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Value as doubles, as floats, or both, on the lead shard's GPU.
-void launch_loss(const LossImages& images, float ssim_weight, float* dL_drgb, double* value,
+void launch_loss(const LossImages& images, float ssim_weight, float share, float* dL_drgb, double* value,
                  float* value_float) {
   const int64_t height = images.height, width = images.width;
   const int shards = mesh().size();
@@ -361,7 +362,8 @@ void launch_loss(const LossImages& images, float ssim_weight, float* dL_drgb, do
     }
     if (band.empty()) return;
     sums[index] = Buffer<double>(2 * band.size() * tiles_across, shard.index);
-    const LossInput in{images,  ssim_weight,       counts, masked[index].data(), static_cast<int>(band.begin),
+    const LossInput in{images,  ssim_weight,          share,
+                       counts,  masked[index].data(), static_cast<int>(band.begin),
                        dL_drgb, sums[index].data()};
     const dim3 grid(static_cast<unsigned>(tiles_across), static_cast<unsigned>(band.size()));
     const auto kernel = images.mask ? loss_kernel<true> : loss_kernel<false>;
@@ -398,22 +400,22 @@ RowRange loss_band(int64_t height, int shard, int shards) {
   return {std::min(height, rows.begin * kHigh), std::min(height, rows.end * kHigh)};
 }
 
-LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
+LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share) {
   if (images.height == 0 || images.width == 0) return {};
   Buffer<double> value(3, 0);
-  launch_loss(images, ssim_weight, dL_drgb, value.data(), nullptr);
+  launch_loss(images, ssim_weight, share, dL_drgb, value.data(), nullptr);
   double host[3];
   read_back(host, value.data(), 3, 0);
   return {host[0], host[1], host[2]};
 }
 
-void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value) {
+void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value, float share) {
   if (images.height == 0 || images.width == 0) {
     const float nothing[3] = {0.f, 0.f, 1.f};
     upload(value, nothing, 3, 0);
     return;
   }
-  launch_loss(images, ssim_weight, dL_drgb, nullptr, value);
+  launch_loss(images, ssim_weight, share, dL_drgb, nullptr, value);
 }
 
 }  // namespace mgpu::splat

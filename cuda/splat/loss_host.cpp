@@ -373,7 +373,7 @@ T in_order(const std::vector<T>& rows) {
 
 RowRange loss_band(int64_t height, int shard, int shards) { return equal_chunk(height, shard, shards); }
 
-LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
+LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share) {
   const int shards = mesh().size();
   const bool any_centre = images.height >= kSsimWindow && images.width >= kSsimWindow && ssim_weight != 0.0f;
   RowSums sums;
@@ -398,10 +398,10 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
 
   const int64_t pixels = in_order(sums.pixels) * kChannels, centres = in_order(sums.centres) * kChannels;
   const double l1_share = centres > 0 ? 1.0 - static_cast<double>(ssim_weight) : 1.0;
-  const Scales scales{
-      pixels > 0 ? static_cast<float>(l1_share / static_cast<double>(pixels)) : 0.0f,
-      centres > 0 ? static_cast<float>(-static_cast<double>(ssim_weight) / static_cast<double>(centres))
-                  : 0.0f};
+  const Scales scales{pixels > 0 ? share * static_cast<float>(l1_share / static_cast<double>(pixels)) : 0.0f,
+                      centres > 0 ? share * static_cast<float>(-static_cast<double>(ssim_weight) /
+                                                               static_cast<double>(centres))
+                                  : 0.0f};
   for_each_shard("loss", [&](const Shard& shard) {
     const RowRange band = loss_band(images.height, shard.index, shards);
     const int64_t grain = std::max(kSmallestBand, (band.size() + num_threads() - 1) / num_threads());
@@ -429,8 +429,8 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb) {
   return value;
 }
 
-void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value) {
-  const LossValue all = l1_ssim(images, ssim_weight, dL_drgb);
+void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value, float share) {
+  const LossValue all = l1_ssim(images, ssim_weight, dL_drgb, share);
   value[0] = static_cast<float>(all.loss);
   value[1] = static_cast<float>(all.l1);
   value[2] = static_cast<float>(all.ssim);

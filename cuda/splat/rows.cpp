@@ -43,11 +43,4 @@ std::vector<int64_t> to_vector(const RowList& list) {
   return rows;
 }
 
-std::vector<RowRange> equal_homes(int64_t rows) {
-  std::vector<RowRange> homes;
-  for (int shard = 0; shard < mesh().size(); ++shard)
-    homes.push_back(equal_chunk(rows, shard, mesh().size()));
-  return homes;
-}
-
 }  // namespace mgpu::splat

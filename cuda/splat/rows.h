@@ -38,7 +38,4 @@ void check_pairs(const RowList& source, const RowList& destination);
 // For tests and messages; waits for the shards.
 std::vector<int64_t> to_vector(const RowList& list);
 
-// The rows of each shard when a table of `rows` is cut into equal chunks.
-std::vector<RowRange> equal_homes(int64_t rows);
-
 }  // namespace mgpu::splat

@@ -66,6 +66,10 @@ class Camera:
         k = K.detach().cpu().double()
         return cls(viewmat, k[0, 0].item(), k[1, 1].item(), k[0, 2].item(), k[1, 2].item(), width, height)
 
+    def arguments(self) -> tuple[Tensor, float, float, float, float, int, int]:
+        """As the native functions take a camera; they refuse a viewmat that is not finite."""
+        return self.viewmat, self.fx, self.fy, self.cx, self.cy, self.width, self.height
+
     @property
     def intrinsics(self) -> tuple[float, float, float, float]:
         """fx, fy, cx, cy."""
@@ -77,13 +81,8 @@ class Camera:
         return self.width, self.height
 
 
-def stack_viewmats(cameras: list[Camera]) -> Tensor:
-    """Viewmats of the cameras as [C, 4, 4] float32 on the CPU, differentiable: that is where the operators read them.
-
-    Raises: ValueError if one is not finite; `Camera` has looked only at those on the CPU.
-    """
-    viewmats = torch.stack([camera.viewmat.to(device="cpu", dtype=torch.float32) for camera in cameras])
-    finite = torch.isfinite(viewmats.detach()).flatten(1).all(dim=1)
-    if not bool(finite.all()):
-        raise ValueError(f"viewmat of cameras[{int(finite.int().argmin())}] has NaN or infinite entries.")
-    return viewmats
+def stack_viewmats(cameras: list[Camera]) -> Tensor | None:
+    """Viewmats of the cameras as [C, 4, 4] float32 on the CPU, for autograd; None if none of them wants a gradient."""
+    if not torch.is_grad_enabled() or not any(camera.viewmat.requires_grad for camera in cameras):
+        return None
+    return torch.stack([camera.viewmat.to(device="cpu", dtype=torch.float32) for camera in cameras])

@@ -45,10 +45,15 @@ def l1_ssim_loss(
             scaled up to sum to one.
     Raises: ValueError for a shape, dtype or device that does not fit; the message names it.
     """
-    if mask is not None:
-        if mask.shape[-1:] == (1,) and mask.dim() == 3:
-            mask = mask[..., 0]
-        if mask.dtype not in (torch.bool, torch.uint8):
-            mask = mask != 0
-        mask = mask.contiguous()
-    return _L1Ssim.apply(rgb.contiguous(), target.contiguous(), float(ssim_weight), mask)
+    return _L1Ssim.apply(rgb.contiguous(), target.contiguous(), float(ssim_weight), loss_mask(mask))
+
+
+def loss_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask as the native functions take it: (H, W) bool or uint8, contiguous."""
+    if mask is None:
+        return None
+    if mask.shape[-1:] == (1,) and mask.dim() == 3:
+        mask = mask[..., 0]
+    if mask.dtype not in (torch.bool, torch.uint8):
+        mask = mask != 0
+    return mask.contiguous()

@@ -57,7 +57,7 @@ class SplatAdam:
         self.seed = int(seed)
         self.report_means = bool(report_means)
         self.lrs = dict.fromkeys(COLUMNS, 0.0)
-        self._set_lrs(lrs)
+        self.set_lrs(lrs)
         self.history = native().AdamHistory(0, *self.betas, self.eps, self.seed)
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
@@ -87,18 +87,25 @@ class SplatAdam:
         Raises: ValueError if a pending frame was not rendered at the present step, or the table has grown since.
         """
         if lrs is not None:
-            self._set_lrs(lrs)
-        self.report = native().splat_step(
-            self.pending,
-            self._columns(),
-            self.state(),
-            self.history,
+            self.set_lrs(lrs)
+        report = native().splat_step(
+            self.pending, self.table.columns(), self.state(), self.history, *self.step_arguments()
+        )
+        self.stepped(report)
+
+    def step_arguments(self) -> tuple[Any, ...]:
+        """What the native functions that step take last: rates, noise, weights of the regularisers, report_means."""
+        return (
             [self.lrs[name] for name in COLUMNS],
             self.lrs["means"] * self.noise_lr,
             self.opacity_reg,
             self.scale_reg,
             self.report_means,
         )
+
+    def stepped(self, report: dict[str, float]) -> None:
+        """Take note of a step that a native function has taken with all that was pending."""
+        self.report = report
         self.pending.clear()
         if self.history.now - self.history.base >= FLUSH_EVERY:
             self.flush()
@@ -111,7 +118,7 @@ class SplatAdam:
         """Bring every row up to date with the latest step."""
         if self.pending:
             raise ValueError("flush() with gradients pending: call step() or zero_pending() first.")
-        native().splat_flush(self._columns(), self.state(), self.history)
+        native().splat_flush(self.table.columns(), self.state(), self.history)
 
     # ---- growing
 
@@ -132,7 +139,7 @@ class SplatAdam:
         """Set the moments of the rows `index` (int64, any order) to zero; they count as up to date."""
         rows = index.detach().cpu().to(torch.int64).unique()
         listed = native().RowList(rows, self.table.num_rows)
-        native().reset_rows(self._columns(), self.state(), listed, self.steps)
+        native().reset_rows(self.table.columns(), self.state(), listed, self.steps)
 
     # ---- saving
 
@@ -181,15 +188,13 @@ class SplatAdam:
         self.betas = (float(state["betas"][0]), float(state["betas"][1]))
         self.eps = float(state["eps"])
         self.seed = int(state["seed"])
-        self._set_lrs(state["lrs"])
+        self.set_lrs(state["lrs"])
         self.history = native().AdamHistory(int(state["steps"]), *self.betas, self.eps, self.seed)
 
     # ---- inside
 
-    def _columns(self) -> list[Tensor]:
-        return [column.detach() for column in self.table.columns()]
-
-    def _set_lrs(self, lrs: Mapping[str, float]) -> None:
+    def set_lrs(self, lrs: Mapping[str, float]) -> None:
+        """Set learning rates by column; raises ValueError for an unknown one."""
         unknown = set(lrs) - set(COLUMNS)
         if unknown:
             raise ValueError(f"lrs names {sorted(unknown)}; the columns are {', '.join(COLUMNS)}.")

@@ -62,12 +62,10 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, camera: Camera, antialias: bool, degree: int, viewmats: Tensor, *columns: Tensor
+        ctx: Any, camera: Camera, antialias: bool, degree: int, viewmats: Tensor | None, *columns: Tensor
     ) -> tuple[Tensor, ...]:
         """Stage 2 of the design's flow."""
-        ctx.frame = native().splat_project(
-            columns, viewmats, [camera.intrinsics], [camera.size], antialias, degree
-        )
+        ctx.frame = native().splat_project(columns, [camera.arguments()], antialias, degree)
         row, _, *values = ctx.frame.records()
         row = row.to(columns[0].device)
         ctx.save_for_backward(*columns)

@@ -35,16 +35,21 @@ class Rendered:
     """(H, W, 3), over the background; not clamped above."""
     accumulation: Tensor
     """(H, W, 1), 1 minus the light that passes, in [0, 1]."""
-    depth_sum: Tensor
-    """(H, W, 1), depths weighted like colours: depth times accumulation, in scene units."""
+    depth_sum: Tensor | None
+    """(H, W, 1), depths weighted like colours: depth times accumulation, in scene units; None of `render(depth=False)`."""
 
-    def __init__(self, rgb: Tensor, depth_sum: Tensor, accumulation: Tensor) -> None:
+    def __init__(self, rgb: Tensor, depth_sum: Tensor | None, accumulation: Tensor) -> None:
         """From the operator's images."""
         self.rgb, self.depth_sum, self.accumulation = rgb, depth_sum, accumulation
 
     @cached_property
     def depth(self) -> Tensor:
-        """(H, W, 1), expected depth along the camera's z in scene units; 0 where nothing was hit. Made when first read."""
+        """(H, W, 1), expected depth along the camera's z in scene units; 0 where nothing was hit. Made when first read.
+
+        Raises: ValueError after `render(depth=False)`.
+        """
+        if self.depth_sum is None:
+            raise ValueError("This was rendered with depth=False; render with depth=True to have it.")
         return self.depth_sum / self.accumulation.clamp_min(1e-10)
 
 
@@ -55,6 +60,7 @@ def render(
     background: Tensor | Sequence[float] | None = None,
     antialiased: bool = False,
     sh_degree: int | None = None,
+    depth: bool = True,
     optimizer: SplatAdam | None = None,
 ) -> list[Rendered]:
     """Render the Gaussians of `table` in each camera.
@@ -65,25 +71,27 @@ def render(
         background: 3 colour values behind everything; None: black. A tensor may require grad.
         antialiased: dim opacities by sqrt(det / dilated det) (Mip-Splatting, arXiv 2311.16493).
         sh_degree: use the bands up to this one; None: all of the table's.
+        depth: accumulate depth, too; False is cheaper, above all on the way back.
         optimizer: read rows as they are after its latest step, although not all of them have been written yet; in grad
             mode backward leaves the rows' gradients in `optimizer.pending` for `optimizer.step()`, and no column gets a
             `.grad`. None: plain autograd.
-    Returns: one `Rendered` per camera, differentiable in all columns, in every viewmat and in `background`.
+    Returns: one `Rendered` per camera, differentiable in all columns, in every viewmat and in `background`. Do not change
+        its images in place before `backward()`, which reads them; autograd refuses that.
         Images are the same bits on any number of shards.
     Raises: ValueError naming the argument and its shape.
     """
-    cameras = _camera_list(cameras)
+    cameras = camera_list(cameras)
     columns = check_columns(table)
     degree = check_sh_degree(sh_degree, columns[5])
     if not cameras:
         return []
     fixed_background, learned_background = _split_background(background)
     call = _Call(
-        [camera.intrinsics for camera in cameras],
-        [camera.size for camera in cameras],
+        [camera.arguments() for camera in cameras],
         fixed_background,
         bool(antialiased),
         degree,
+        bool(depth),
         optimizer,
         torch.is_grad_enabled(),
     )
@@ -99,11 +107,11 @@ def render(
 class _Call:
     """What one call of the operator takes besides tensors that may require grad."""
 
-    intrinsics: list[tuple[float, float, float, float]]
-    sizes: list[tuple[int, int]]
-    background: Tensor | None
+    cameras: list[tuple[Any, ...]]
+    background: tuple[float, ...] | None
     antialiased: bool
     sh_degree: int
+    wanted_depth: bool
     optimizer: SplatAdam | None
     wanted_backward: bool
 
@@ -112,29 +120,28 @@ class _Render(torch.autograd.Function):
     """Columns and viewmats to rgb, accumulated depth and accumulation of each camera, in turn."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, viewmats: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _Call, viewmats: Tensor | None, *columns: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Stages 2 to 6 of the design's flow."""
         optimizer = call.optimizer
         ctx.frame, images = native().splat_forward(
             columns,
             None if optimizer is None else optimizer.state(),
             None if optimizer is None else optimizer.history,
-            viewmats,
-            call.intrinsics,
-            call.sizes,
+            call.cameras,
             call.background,
             call.antialiased,
             call.sh_degree,
-            True,
-            None,
-            call.wanted_backward,
+            call.wanted_depth,
+            wanted_backward=call.wanted_backward,
         )
         ctx.optimizer, ctx.returned = optimizer, False
-        ctx.save_for_backward(
-            *columns
-        )  # backward reads them again: autograd notices if they were changed in place
+        flat = tuple(image for triple in images for image in triple)
+        # backward reads columns and images again: autograd keeps them, and notices if they were changed in place
+        ctx.save_for_backward(*columns, *flat)
         ctx.set_materialize_grads(False)
-        return tuple(image for triple in images for image in triple)
+        return flat
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -156,7 +163,7 @@ class _Render(torch.autograd.Function):
         return None, viewmats, *columns
 
 
-def _camera_list(cameras: Camera | Sequence[Camera]) -> list[Camera]:
+def camera_list(cameras: Camera | Sequence[Camera]) -> list[Camera]:
     listed = [cameras] if isinstance(cameras, Camera) else list(cameras)
     for i, camera in enumerate(listed):
         if not isinstance(camera, Camera):
@@ -164,22 +171,37 @@ def _camera_list(cameras: Camera | Sequence[Camera]) -> list[Camera]:
     return listed
 
 
-def _split_background(background: Tensor | Sequence[float] | None) -> tuple[Tensor | None, Tensor | None]:
+def _split_background(
+    background: Tensor | Sequence[float] | None,
+) -> tuple[tuple[float, ...] | None, Tensor | None]:
     """The background as the operator takes it, and as autograd must see it: one of the two is None."""
+    if isinstance(background, Tensor) and background.requires_grad and torch.is_grad_enabled():
+        _check_background(tuple(background.shape))
+        return None, background.to(torch.float32)
+    return fixed_background(background), None
+
+
+def fixed_background(background: Tensor | Sequence[float] | None) -> tuple[float, ...] | None:
+    """Three colour values as the operators take them; None is black.
+
+    Raises: ValueError for another shape or kind.
+    """
     if background is None:
-        return None, None
+        return None
+    if isinstance(background, Tensor):
+        _check_background(tuple(background.shape))
+        return tuple(map(float, background.detach().tolist()))
     try:
-        tensor = (
-            background
-            if isinstance(background, Tensor)
-            else torch.tensor(list(background), dtype=torch.float32)
-        )
+        values = tuple(map(float, background))
     except (TypeError, ValueError):
         raise ValueError(f"background is {background!r}, expected 3 colour values in [0, 1].") from None
-    if tuple(tensor.shape) != (3,):
-        raise ValueError(f"background is {list(tensor.shape)}, expected [3]: red, green, blue.")
-    tensor = tensor.to(torch.float32)
-    return (None, tensor) if tensor.requires_grad and torch.is_grad_enabled() else (tensor, None)
+    _check_background((len(values),))
+    return values
+
+
+def _check_background(shape: tuple[int, ...]) -> None:
+    if shape != (3,):
+        raise ValueError(f"background is {list(shape)}, expected [3]: red, green, blue.")
 
 
 def check_columns(table: SplatTable) -> tuple[Tensor, ...]:

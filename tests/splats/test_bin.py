@@ -17,10 +17,7 @@ TILE = 16
 def tile_lists(columns: dict[str, torch.Tensor], camera) -> list[list[int]]:
     """Rows in each tile's list, front to back, tile by tile over all owners."""
     table = scenes.table_of(columns, requires_grad=False)
-    frame, _ = native().splat_forward(
-        list(table.columns()), None, None, camera.viewmat[None], [camera.intrinsics], [camera.size],
-        None, False, 0, True, None,
-    )  # fmt: skip
+    frame, _ = native().splat_forward(table.columns(), None, None, [camera.arguments()], None, False, 0, True)
     lists: list[list[int]] = []
     for first, begins, rows in frame.tile_lists():
         assert first == len(lists) or first >= len(lists)

@@ -141,9 +141,8 @@ def test_absgrad_bounds_the_gradient_of_the_mean() -> None:
     table = scenes.table_of(columns, requires_grad=False)
     for one_pixel in (False, True):
         frame, ((rgb, _, _),) = native().splat_forward(
-            list(table.columns()), None, None, camera.viewmat[None], [camera.intrinsics], [camera.size],
-            None, False, 0, True, None,
-        )  # fmt: skip
+            table.columns(), None, None, [camera.arguments()], None, False, 0, True, wanted_absgrad=True
+        )
         (weight,) = scenes.image_weights(3, (30, 40, 3))
         if one_pixel:
             weight = weight * 0

@@ -23,7 +23,7 @@ project(table, cameras[0]).means2d.sum().backward()
 print("rendered")
 if len(sys.argv) > 1:
     frame = native().splat_project(
-        [c.detach() for c in table.columns()], views[0].viewmat[None], [cameras[0].intrinsics], [cameras[0].size], False, 3
+        table.columns(), [cameras[0].arguments()], False, 3
     )
     frame.read_neighbour(sys.argv[1])
     print("survived")

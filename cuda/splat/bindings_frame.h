@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// bindings_frame.h: from what Python hands over to a frame: columns, optimizer's state, cameras, settings.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "splat/bindings_columns.h"
+#include "splat/frame.h"
+#include "splat/history.h"
+
+namespace mgpu::splat {
+
+// viewmat [4, 4] (world to camera; anywhere, of any float type), fx, fy, cx, cy in pixels, width, height.
+using CameraArguments = std::tuple<at::Tensor, double, double, double, double, int, int>;
+std::vector<View> views_of(const std::vector<CameraArguments>& cameras);
+
+// [C, 4, 4] on the CPU from [C, 12] sums, row-major 3x4.
+at::Tensor viewmat_grads(const std::vector<double>& sums);
+
+// Everything a frame's pointers lean on.
+struct KeptAlive {
+  Tensors tensors;  // the columns come first
+  std::shared_ptr<History> history;
+};
+const KeptAlive& kept_alive(const Frame& frame);
+
+// A frame ready for run_project or run_forward. Without `state` and `history` nothing is replayed. `homes`:
+// pairs of row numbers; none: equal chunks.
+std::shared_ptr<Frame> make_frame(
+    const Tensors& columns, const std::optional<Tensors>& state, const std::shared_ptr<History>& history,
+    const std::vector<CameraArguments>& cameras, const RenderSettings& settings,
+    const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes = std::nullopt);
+
+using Background = std::optional<std::array<float, 3>>;  // none: black
+
+// Settings of a render; `deterministic` as torch has it now.
+RenderSettings render_settings(const Background& background, bool antialiased, int sh_degree);
+
+}  // namespace mgpu::splat

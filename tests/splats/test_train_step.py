@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train_step() against its oracle, the same step through autograd: bit for bit on the host, on every mesh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import splat_scenes as scenes
+import torch
+from torch import Tensor
+
+import ns_mgpu_splat
+from ns_mgpu_splat import Camera, SplatAdam, SplatTable, render, train_step
+from ns_mgpu_splat.splats.loss import l1_ssim_loss
+
+LRS = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
+ROWS = 3_000
+SIZES = [(96, 70), (40, 57), (33, 18), (64, 64)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> torch.device:
+    return ns_mgpu_splat.init()
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Any:
+    """On GPUs the order of atomics would make even two equal steps differ."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def cameras_of(count: int) -> list[Camera]:
+    return [scenes.camera_of(scenes.random_twin_camera(i, *SIZES[i])) for i in range(count)]
+
+
+def photographs(cameras: list[Camera], *, floats: bool = False) -> list[Tensor]:
+    """One image a camera: uint8, or floats if asked."""
+    g = torch.Generator().manual_seed(5)
+    images = [torch.randint(0, 256, (c.height, c.width, 3), generator=g, dtype=torch.uint8) for c in cameras]
+    return [(image / 255 if floats else image).to("mgpu") for image in images]
+
+
+class Pair:
+    """Two equal tables with their optimizers; what is done to one is compared with what is done to the other."""
+
+    def __init__(self, degree: int = 3, **settings: Any) -> None:
+        columns = scenes.random_columns(ROWS, 11, degree=degree)
+        self.tables = [SplatTable.from_columns(**columns).requires_grad_(True) for _ in range(2)]
+        self.adams = [SplatAdam(table, LRS, seed=3, **settings) for table in self.tables]
+
+    def by_autograd(
+        self,
+        cameras: list[Camera],
+        targets: list[Tensor],
+        masks: list[Tensor | None] | None = None,
+        ssim_weight: float = 0.2,
+        step: bool = True,
+        lrs: dict[str, float] | None = None,
+        **options: Any,
+    ) -> float:
+        images = render(self.tables[0], cameras, optimizer=self.adams[0], depth=False, **options)
+        losses = [
+            l1_ssim_loss(image.rgb, target, ssim_weight=ssim_weight, mask=mask)
+            for image, target, mask in zip(images, targets, masks or [None] * len(targets), strict=True)
+        ]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        if step:
+            self.adams[0].step(lrs)
+        return float(loss.detach())
+
+    def by_train_step(self, *arguments: Any, **options: Any) -> Any:
+        return train_step(self.tables[1], self.adams[1], *arguments, **options)
+
+    def assert_equal(self) -> None:
+        for mine, theirs in zip(self.adams[1].state(), self.adams[0].state(), strict=True):
+            assert torch.equal(mine.cpu(), theirs.cpu())
+        for name, column in self.tables[0].named_columns().items():
+            assert torch.equal(self.tables[1].named_columns()[name].detach().cpu(), column.detach().cpu()), (
+                name
+            )
+        assert self.adams[0].report == self.adams[1].report
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("degree", [0, 3])
+def test_steps_are_those_of_autograd(count: int, degree: int) -> None:
+    """Four steps with turning cameras: rows miss steps and are replayed; regularisers and noise are on."""
+    pair = Pair(degree, opacity_reg=0.01, scale_reg=0.01, noise_lr=10.0)
+    every = cameras_of(4)
+    for step in range(4):
+        cameras = (every[step:] + every[:step])[:count]
+        targets = photographs(cameras)
+        lrs = {"means": 1e-3 * 0.9**step}
+        options = {
+            "background": (0.1, 0.2, 0.3),
+            "antialiased": step % 2 == 1,
+            "sh_degree": min(step, degree),
+        }
+        loss = pair.by_autograd(cameras, targets, lrs=lrs, **options)
+        report = pair.by_train_step(cameras, targets, lrs=lrs, **options)
+        assert report.loss == pytest.approx(loss, rel=1e-6)
+        pair.assert_equal()
+    assert pair.adams[1].report["rows_seen"] > ROWS // 10
+
+
+def test_masks_float_targets_and_the_weight_of_ssim() -> None:
+    pair = Pair()
+    cameras = cameras_of(2)
+    targets = photographs(cameras, floats=True)
+    mask = torch.ones(70, 96, dtype=torch.bool)
+    mask[20:40] = False
+    masks = [mask.to("mgpu"), None]
+    for weight in (0.0, 0.7):
+        pair.by_autograd(cameras, targets, masks, ssim_weight=weight)
+        pair.by_train_step(cameras, targets, masks=masks, ssim_weight=weight)
+        pair.assert_equal()
+
+
+def test_one_camera_and_one_target_need_no_list() -> None:
+    pair = Pair()
+    (camera,), (target,) = cameras_of(1), photographs(cameras_of(1))
+    mask = torch.ones(70, 96, 1).to("mgpu")
+    loss = pair.by_autograd([camera], [target], [mask])
+    report = pair.by_train_step(camera, target, masks=mask)
+    assert report.loss == pytest.approx(loss, rel=1e-6)
+    assert report.loss == pytest.approx(0.8 * report.l1 + 0.2 * (1 - report.ssim), rel=1e-5)
+    pair.assert_equal()
+
+
+def test_gradients_of_several_calls_accumulate() -> None:
+    pair = Pair()
+    cameras = cameras_of(3)
+    targets = photographs(cameras)
+    for i in range(3):
+        pair.by_autograd([cameras[i]], [targets[i]], step=i == 2)
+        pair.by_train_step(cameras[i], targets[i], accumulate=i < 2)
+        assert pair.adams[1].steps == (i == 2)
+    pair.assert_equal()
+    assert not pair.adams[1].pending
+
+
+def test_pose_gradients_are_those_of_autograd() -> None:
+    pair = Pair()
+    cameras = cameras_of(2)
+    targets = photographs(cameras)
+    wanted = []
+    for camera in cameras:
+        viewmat = camera.viewmat.clone().requires_grad_(True)
+        wanted.append(viewmat)
+    learned = [Camera(v, *c.intrinsics, *c.size) for v, c in zip(wanted, cameras, strict=True)]
+    pair.by_autograd(learned, targets)
+    report = pair.by_train_step(cameras, targets, viewmat_grads=True)
+    assert torch.equal(report.viewmat_grads, torch.stack([v.grad for v in wanted]))
+    assert float(report.viewmat_grads.abs().max()) > 0
+    pair.assert_equal()
+
+
+def test_no_rows_and_nothing_in_sight() -> None:
+    pair = Pair()
+    empty = SplatTable(0)
+    adam = SplatAdam(empty, LRS)
+    (camera,), (target,) = cameras_of(1), photographs(cameras_of(1))
+    report = train_step(empty, adam, camera, target)
+    assert adam.steps == 1
+    assert report.l1 == pytest.approx(float((target.cpu() / 255).mean()), rel=1e-5)
+    away = torch.diag(torch.tensor([-1.0, 1.0, -1.0, 1.0]))
+    behind = Camera(away, *camera.intrinsics, *camera.size)
+    pair.by_autograd([behind], [target])
+    pair.by_train_step(behind, target)
+    assert pair.adams[1].report["rows_seen"] == 0
+    pair.assert_equal()
+
+
+def test_wrong_arguments_are_named() -> None:
+    pair = Pair()
+    table, adam = pair.tables[1], pair.adams[1]
+    (camera,), (target,) = cameras_of(1), photographs(cameras_of(1))
+    for arguments, options, message in (
+        (
+            (camera, target[1:]),
+            {},
+            r"targets\[0\] is Byte \[69, 96, 3\].*expected contiguous uint8 or float32 \[70, 96, 3\]",
+        ),
+        ((camera, target.cpu()), {}, r"targets\[0\] is .* on cpu"),
+        ((camera, [target, target]), {}, "1 cameras, 2 targets"),
+        (([], []), {}, "cameras is empty"),
+        ((camera, target), {"masks": torch.ones(3, 3).to("mgpu")}, r"masks\[0\] is Bool \[3, 3\]"),
+        ((camera, target), {"background": (1, 2)}, r"background is \[2\], expected \[3\]"),
+        ((camera, target), {"sh_degree": 4}, "sh_degree is 4"),
+        ((camera, target), {"lrs": {"mean": 1.0}}, "lrs names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_step(table, adam, *arguments, **options)
+    with pytest.raises(ValueError, match="optimizer trains another table"):
+        train_step(pair.tables[0], adam, camera, target)
+    camera.viewmat[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"viewmat of cameras\[0\] has NaN"):
+        train_step(table, adam, camera, target)
+    assert adam.steps == 0
+
+
+def test_without_depth_there_is_none() -> None:
+    pair = Pair()
+    (image,) = render(pair.tables[0], cameras_of(1), depth=False)
+    (other,) = render(pair.tables[0], cameras_of(1))
+    assert torch.equal(image.rgb, other.rgb)
+    assert image.depth_sum is None
+    with pytest.raises(ValueError, match="depth=True"):
+        _ = image.depth
+
+
+def test_an_image_changed_in_place_is_noticed() -> None:
+    """The way back reads the image."""
+    pair = Pair()
+    (image,) = render(pair.tables[0], cameras_of(1), optimizer=pair.adams[0])
+    loss = image.rgb.sum()
+    image.rgb.detach().clamp_(0, 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_on_three_shards_with_the_locality_check() -> None:
+    """The same tests in a process of their own."""
+    if len(torch.mgpu.mesh().shards) > 1 or not str(torch.mgpu.mesh().shards[0]).startswith("cpu"):  # type: ignore[attr-defined]
+        pytest.skip("this is such a process, or the mesh is of GPUs")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
+        env={**os.environ, "MGPU_DEVICES": "cpu:3", "MGPU_CHECK_LOCALITY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
