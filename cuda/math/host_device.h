@@ -4,6 +4,9 @@
 
 #if defined(__CUDACC__)
 #define HOST_DEVICE __host__ __device__ __attribute__((always_inline))  // callers add `inline`
+#define RARE_HOST_DEVICE \
+  __host__ __device__ __noinline__  // likewise; out of line, so that it costs no registers
 #else
 #define HOST_DEVICE
+#define RARE_HOST_DEVICE
 #endif

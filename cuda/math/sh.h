@@ -84,6 +84,16 @@ HOST_DEVICE inline bool eval_sh(int degree, const float direction[3], const floa
   return std::fabs(sum[0]) + std::fabs(sum[1]) + std::fabs(sum[2]) < 1e18f;
 }
 
+// Adjoint of the direction's part in eval_sh: adds to dL_ddirection. weight[k] = sh[k] . dL/d(colour before
+// its clamp); `unit` and `inverse` come from normalize3.
+HOST_DEVICE inline void sh_direction_backward(int degree, const float unit[3], float inverse,
+                                              const float* weight, float dL_ddirection[3]) {
+  float dL_dunit[3] = {0.f, 0.f, 0.f};
+  sh_basis_backward(degree, unit[0], unit[1], unit[2], weight, dL_dunit);
+  const float along = dot3(unit, dL_dunit);
+  for (int i = 0; i < 3; ++i) dL_ddirection[i] += (dL_dunit[i] - along * unit[i]) * inverse;
+}
+
 // Adjoint of eval_sh: adds to dL_dsh [(degree + 1)^2, 3] and dL_ddirection.
 HOST_DEVICE inline void eval_sh_backward(int degree, const float direction[3], const float* sh,
                                          const float dL_drgb[3], float* dL_dsh, float dL_ddirection[3]) {
@@ -101,10 +111,7 @@ HOST_DEVICE inline void eval_sh_backward(int degree, const float direction[3], c
     for (int i = 0; i < 3; ++i) dL_dsh[3 * k + i] += basis[k] * g[i];
     weight[k] = dot3(sh + 3 * k, g);
   }
-  float dL_dunit[3] = {0.f, 0.f, 0.f};
-  sh_basis_backward(degree, unit[0], unit[1], unit[2], weight, dL_dunit);
-  const float along = dot3(unit, dL_dunit);
-  for (int i = 0; i < 3; ++i) dL_ddirection[i] += (dL_dunit[i] - along * unit[i]) * inverse;
+  sh_direction_backward(degree, unit, inverse, weight, dL_ddirection);
 }
 
 }  // namespace mgpu::math

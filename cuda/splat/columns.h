@@ -6,6 +6,7 @@
 namespace mgpu::splat {
 
 constexpr int kColumns = 6;  // order everywhere: means, quats, scales, opacities, sh0, shN
+constexpr int kShColumn = 5;
 
 // All float32, row-major: means [N,3], quats [N,4] wxyz, scales [N,3] log, opacities [N] logit, sh0 [N,3],
 // shN [N,sh_rest,3].

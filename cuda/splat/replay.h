@@ -40,26 +40,41 @@ HOST_DEVICE inline void replay_noise(const AdamHistory& history, int64_t last_st
   math::add_mcmc_noise(random, std::sqrt(variance), quat, log_scale, opacity_logit, mean);
 }
 
-// One column of one row, `size` floats at `offset`; the moments are only read.
-HOST_DEVICE inline void replay_column(const AdamState& state, const math::AdamConstants& constants,
-                                      const AdamHistory& history, int column, int64_t last_step,
-                                      int64_t offset, int size, float* parameter) {
+// A component whose moments are near eps.
+RARE_HOST_DEVICE inline float replay_slowly(const AdamHistory& history, int column, int64_t last_step,
+                                            float parameter, float exp_avg, float exp_avg_sq) {
+  return math::replay_missed_slowly(math::adam_constants(history.beta1, history.beta2, history.eps),
+                                    missed_steps(history, column, last_step), parameter, exp_avg, exp_avg_sq);
+}
+
+// `size` components of one column of one row; the moments are only read.
+HOST_DEVICE inline void replay_components(const AdamHistory& history, int column, int64_t last_step, int size,
+                                          const float* exp_avg, const float* exp_avg_sq, float* parameter) {
   const math::MissedSteps missed = missed_steps(history, column, last_step);
-  const float* exp_avg = state.exp_avg[column] + offset;
-  const float* exp_avg_sq = state.exp_avg_sq[column] + offset;
   bool closed = true;  // for all components: then the loop has no branch
   for (int i = 0; i < size; ++i)
     closed &= math::closed_form_holds(missed.closed_from, exp_avg[i], exp_avg_sq[i]);
   if (closed) {
     for (int i = 0; i < size; ++i) {
       parameter[i] -=
-          math::missed_drift(constants.eps, missed.drift, missed.drift_eps, exp_avg[i], exp_avg_sq[i]);
+          math::missed_drift(history.eps, missed.drift, missed.drift_eps, exp_avg[i], exp_avg_sq[i]);
     }
   } else {
     for (int i = 0; i < size; ++i) {
-      parameter[i] = math::replay_missed(constants, missed, parameter[i], exp_avg[i], exp_avg_sq[i]);
+      if (math::closed_form_holds(missed.closed_from, exp_avg[i], exp_avg_sq[i]))
+        parameter[i] -=
+            math::missed_drift(history.eps, missed.drift, missed.drift_eps, exp_avg[i], exp_avg_sq[i]);
+      else
+        parameter[i] = replay_slowly(history, column, last_step, parameter[i], exp_avg[i], exp_avg_sq[i]);
     }
   }
+}
+
+// The same with moments from the table, `size` floats at `offset`.
+HOST_DEVICE inline void replay_column(const AdamState& state, const AdamHistory& history, int column,
+                                      int64_t last_step, int64_t offset, int size, float* parameter) {
+  replay_components(history, column, last_step, size, state.exp_avg[column] + offset,
+                    state.exp_avg_sq[column] + offset, parameter);
 }
 
 // Mean, quaternion, log scales and opacity logit of a row. Null state or history: as stored.
@@ -72,11 +87,10 @@ HOST_DEVICE inline void replay_geometry(const SplatColumns& columns, const AdamS
   opacity_logit = columns.opacities[row];
   if (!state || !history || state->last_step[row] >= history->now) return;
   const int64_t last = state->last_step[row];
-  const math::AdamConstants constants = math::adam_constants(history->beta1, history->beta2, history->eps);
-  replay_column(*state, constants, *history, 0, last, 3 * row, 3, mean);
-  replay_column(*state, constants, *history, 1, last, 4 * row, 4, quat);
-  replay_column(*state, constants, *history, 2, last, 3 * row, 3, log_scale);
-  replay_column(*state, constants, *history, 3, last, row, 1, &opacity_logit);
+  replay_column(*state, *history, 0, last, 3 * row, 3, mean);
+  replay_column(*state, *history, 1, last, 4 * row, 4, quat);
+  replay_column(*state, *history, 2, last, 3 * row, 3, log_scale);
+  replay_column(*state, *history, 3, last, row, 1, &opacity_logit);
   replay_noise(*history, last, row, quat, log_scale, opacity_logit, mean);
 }
 
@@ -90,9 +104,8 @@ HOST_DEVICE inline void replay_sh(const SplatColumns& columns, const AdamState* 
   for (int i = 3; i < 3 * sh_count; ++i) sh0_and_rest[i] = columns.shN[rest_offset + i - 3];
   if (!state || !history || state->last_step[row] >= history->now) return;
   const int64_t last = state->last_step[row];
-  const math::AdamConstants constants = math::adam_constants(history->beta1, history->beta2, history->eps);
-  replay_column(*state, constants, *history, 4, last, 3 * row, 3, sh0_and_rest);
-  replay_column(*state, constants, *history, 5, last, rest_offset, 3 * (sh_count - 1), sh0_and_rest + 3);
+  replay_column(*state, *history, 4, last, 3 * row, 3, sh0_and_rest);
+  replay_column(*state, *history, 5, last, rest_offset, 3 * (sh_count - 1), sh0_and_rest + 3);
 }
 
 }  // namespace mgpu::splat

@@ -12,7 +12,6 @@ namespace mgpu::splat {
 
 constexpr int kStageThreads = 128;  // 3 blocks of 68 KiB on an SM
 constexpr int kStageWarps = kStageThreads / kWarp;
-constexpr int kShColumn = 5;
 
 class ShStage {
  public:

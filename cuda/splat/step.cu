@@ -1,8 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// step.cu: adjoint of projection and SH, Adam and noise, one thread a row that was seen. Floor: 1,464 bytes a
-// row at SH degree 3. The higher SH coefficients and their moments wait in shared memory; the moments of the
-// other columns are read twice, for the replay and for the step, so that they need not stay in registers.
+// step.cu: adjoint of projection and SH, Adam and noise, for the rows that were seen. A warp takes 32 of them
+// and needs no other warp. Floor: 1,480 bytes a row at SH degree 3.
+//
+// Three quarters of the bytes are the higher SH coefficients and their moments. These are read and written
+// with neighbouring lanes on neighbouring floats, 16 lanes a row, and wait nowhere: dL/dsh[k][c] is basis[k]
+// dL/drgb[c], left in shared memory by the lane that has the row, and what goes back the same way is the
+// coefficient before the step, from which that lane then makes the gradient of the direction. So:
+//   1. lane = row: all but the higher SH; of the means all but the step itself;
+//   2. 16 lanes = row: the higher SH;
+//   3. lane = row: the direction's gradient, and the step of the means.
 #include "splat/step.h"
+
+#include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
 #include <vector>
@@ -12,20 +21,46 @@
 #include "splat/kernels.h"
 #include "splat/project.h"
 #include "splat/replay.h"
-#include "splat/sh_stage.h"
 #include "splat/step_check.h"
 
 namespace mgpu::splat {
 
 namespace {
 
+#ifndef TOGETHER
+#define TOGETHER 4
+#define BLOCKS 4
+#endif
+constexpr int kStepThreads = 128;
+constexpr int kStepWarps = kStepThreads / kWarp;
+constexpr int kStepBlocks = BLOCKS;  // on an SM; a fifth would cost spills
+constexpr int kTogether = TOGETHER;  // loads of so many rows a lane are on their way together
+constexpr int kGeometryFloats = 14;  // of a row: all columns but shN
+
 // The records of one view of one frame on one shard: ascending by row.
 struct RecordList {
-  const View* view;    // on the device
+  View view;
   const int64_t* row;  // [size]
+  const Record* record;
   const RecordGrad* grad;
   int64_t size;
-  RenderSettings settings;
+  int sh_degree;
+  bool antialiased;
+};
+
+// A row's record: which list, and where in it.
+struct Entry {
+  int32_t list;
+  uint32_t position;
+};
+
+// The rows of several lists, each once, and their records in the order of the lists.
+struct UnitedRows {
+  const int64_t* count;  // on the device
+  const int64_t* row;    // [count], ascending
+  const int64_t* begin;  // [count + 1], into entry
+  const Entry* entry;
+  const RecordList* list;  // on the device
 };
 
 struct StepInput {
@@ -33,133 +68,307 @@ struct StepInput {
   AdamState state;
   AdamHistory history;
   History::Step now;
-  const RecordList* list;  // on the device
-  int lists;
-  const int64_t* seen;        // rows that are in some list, ascending; null: those of the only list
-  const int64_t* seen_count;  // on the device
-  int64_t most_rows;
+  RecordList only;                     // of one list; its view is in constant memory
+  UnitedRows united;                   // of several
+  const float* weights;                // [2] on the device, or null: the two below
   float opacity_weight, scale_weight;  // of the regularisers, divided by the rows seen
   double* sums;                        // [blocks, 2] of opacities and scales; null: not wanted
 };
 
-// The position of a row in an ascending list, or -1.
-__device__ __forceinline__ int64_t find_row(const RecordList& list, int64_t row) {
-  int64_t low = 0, high = list.size;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (list.row[middle] < row)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low < list.size && list.row[low] == row ? low : -1;
+// ---- one warp's shared memory
+
+template <int kRest>
+struct WarpRoom {
+  static constexpr int kFloats = 3 * kRest, kStride = kFloats | 1;  // odd: no bank conflicts, lane = row
+  float exp_avg[kGeometryFloats][kWarp], exp_avg_sq[kGeometryFloats][kWarp];
+  // Of the higher SH by row: the gradient before phase 2, the coefficient before the step after it.
+  float rest[kRest > 0 ? kWarp * kStride : 1];
+  // What a row's higher SH missed.
+  float4 drift[kWarp];  // D, E, beta1^k, beta2^k
+  float closed_from[kWarp];
+  int last_step[kWarp];
+};
+
+// Where a column starts among the floats of a row.
+__device__ constexpr int first_float(int column) {
+  constexpr int first[kColumns] = {0, 3, 7, 10, 11, 14};
+  return first[column];
 }
 
-// One step of neighbouring components whose parameters have been replayed already: their moments catch up
-// here.
-template <int kSize>
+template <int kRest>
+__device__ __forceinline__ void fetch_moments(const AdamState& state, int64_t row, int lane,
+                                              WarpRoom<kRest>& room) {
+  const auto fetch = [&](int column, int size) {
+    for (int i = 0; i < size; ++i) {
+      const int k = first_float(column) + i;
+      __pipeline_memcpy_async(&room.exp_avg[k][lane], state.exp_avg[column] + size * row + i, sizeof(float));
+      __pipeline_memcpy_async(&room.exp_avg_sq[k][lane], state.exp_avg_sq[column] + size * row + i,
+                              sizeof(float));
+    }
+  };
+  fetch(0, 3);
+  fetch(1, 4);
+  fetch(2, 3);
+  fetch(3, 1);
+  fetch(4, 3);
+  __pipeline_commit();
+}
+
+// ---- one column of the lane's row
+
+struct LaneRow {
+  int64_t row, last;
+  bool behind;           // has missed steps
+  float power1, power2;  // of the betas, to the number of missed steps
+};
+
+// Parameters of the row after the steps that it missed.
+template <int kSize, int kRest>
+__device__ __forceinline__ void load_column(const StepInput& in, const LaneRow& mine, int column,
+                                            const float* data, int lane, const WarpRoom<kRest>& room,
+                                            float* parameter) {
+  for (int i = 0; i < kSize; ++i) parameter[i] = data[kSize * mine.row + i];
+  if (!mine.behind) return;
+  float m[kSize], v[kSize];
+  for (int i = 0; i < kSize; ++i) m[i] = room.exp_avg[first_float(column) + i][lane];
+  for (int i = 0; i < kSize; ++i) v[i] = room.exp_avg_sq[first_float(column) + i][lane];
+  replay_components(in.history, column, mine.last, kSize, m, v, parameter);
+}
+
+// One step; the moments go to the table.
+template <int kSize, int kRest>
 __device__ __forceinline__ void step_column(const StepInput& in, const math::AdamConstants& constants,
-                                            int column, int64_t offset, float beta1_power, float beta2_power,
-                                            const float* gradient, float* parameter, float* stored) {
-  float* exp_avg = in.state.exp_avg[column] + offset;
-  float* exp_avg_sq = in.state.exp_avg_sq[column] + offset;
-#pragma unroll
+                                            const LaneRow& mine, int column, int lane,
+                                            const WarpRoom<kRest>& room, const float* gradient,
+                                            float* parameter) {
   for (int i = 0; i < kSize; ++i) {
-    float m = exp_avg[i] * beta1_power, v = exp_avg_sq[i] * beta2_power;
+    float m = room.exp_avg[first_float(column) + i][lane] * mine.power1;
+    float v = room.exp_avg_sq[first_float(column) + i][lane] * mine.power2;
     math::adam_step(constants, in.now.step_size[column], in.now.inv_sqrt_bc2, gradient[i], parameter[i], m,
                     v);
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    if (stored) stored[offset + i] = parameter[i];
+    in.state.exp_avg[column][kSize * mine.row + i] = m;
+    in.state.exp_avg_sq[column][kSize * mine.row + i] = v;
   }
 }
 
-// kUniform: all lists have SH degree kDegree; otherwise that is the highest. Bands above have gradient zero.
-template <int kDegree, bool kUniform>
-__device__ void step_row(const StepInput& in, int64_t row, int64_t last, int64_t position_in_first,
-                         ShStage& rest, double& opacity_sum, double& scale_sum) {
-  constexpr int kCount = (kDegree + 1) * (kDegree + 1);
+template <int kSize>
+__device__ __forceinline__ void store_column(float* data, int64_t row, const float* parameter) {
+  for (int i = 0; i < kSize; ++i) data[kSize * row + i] = parameter[i];
+}
+
+// ---- colour
+
+// dL/d(colour before its clamp at 0).
+__device__ __forceinline__ void unclamp(const Record& record, const RecordGrad& grad, float g[3]) {
+  for (int c = 0; c < 3; ++c) g[c] = record.rgb[c] > 0.f ? grad.rgb[c] : 0.f;
+}
+
+__device__ __forceinline__ float direction_to(const View& view, const float mean[3], float unit[3]) {
+  float direction[3];
+  for (int i = 0; i < 3; ++i) direction[i] = mean[i] - view.centre[i];
+  return math::normalize3(direction, unit);
+}
+
+// ---- the higher SH: several lanes a row, three floats a lane
+
+template <int kRest, bool kMissed>
+__device__ __forceinline__ void step_rest(const StepInput& in, const math::AdamConstants& constants,
+                                          int64_t row, int lane, WarpRoom<kRest>& room) {
+  using Room = WarpRoom<kRest>;
+  constexpr int kLanes = kRest > 8 ? 16 : kRest > 3 ? 8 : 4;
+  constexpr int kRows = kWarp / kLanes;
+  const int part = lane % kLanes;
+  const auto has = [&](int j) { return part + j * kLanes < Room::kFloats; };
+#pragma unroll 1
+  for (int first = 0; first < kWarp; first += kRows * kTogether) {
+    float value[kTogether][3], m[kTogether][3], v[kTogether][3];
+    int64_t at[kTogether];
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const int64_t row_there = __shfl_sync(kAllLanes, row, first + t * kRows + lane / kLanes);
+      at[t] = row_there < 0 ? -1 : row_there * Room::kFloats + part;
+#pragma unroll
+      for (int j = 0; j < 3; ++j) {
+        const bool held = at[t] >= 0 && has(j);
+        value[t][j] = held ? __ldcs(in.columns.shN + at[t] + j * kLanes) : 0.f;
+        m[t][j] = held ? __ldcs(in.state.exp_avg[kShColumn] + at[t] + j * kLanes) : 0.f;
+        v[t][j] = held ? __ldcs(in.state.exp_avg_sq[kShColumn] + at[t] + j * kLanes) : 0.f;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const int r = first + t * kRows + lane / kLanes;
+      if constexpr (kMissed) {
+        const int last = room.last_step[r];
+        if (last < in.history.now) {
+          const float4 drift = room.drift[r];
+          const float closed_from = room.closed_from[r];
+#pragma unroll
+          for (int j = 0; j < 3; ++j) {
+            if (math::closed_form_holds(closed_from, m[t][j], v[t][j]))
+              value[t][j] -= math::missed_drift(constants.eps, drift.x, drift.y, m[t][j], v[t][j]);
+            else
+              value[t][j] = replay_slowly(in.history, kShColumn, last, value[t][j], m[t][j], v[t][j]);
+            m[t][j] *= drift.z;
+            v[t][j] *= drift.w;
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 3; ++j) {
+        if (!has(j)) continue;
+        float& shared = room.rest[r * Room::kStride + part + j * kLanes];
+        const float gradient = shared;
+        shared = value[t][j];
+        math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value[t][j],
+                        m[t][j], v[t][j]);
+        if (at[t] < 0) continue;
+        __stcs(in.columns.shN + at[t] + j * kLanes, value[t][j]);
+        __stcs(in.state.exp_avg[kShColumn] + at[t] + j * kLanes, m[t][j]);
+        __stcs(in.state.exp_avg_sq[kShColumn] + at[t] + j * kLanes, v[t][j]);
+      }
+    }
+  }
+}
+
+// ---- the kernel
+
+template <int kRest, bool kSeveral>
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
+    step_kernel(const __grid_constant__ StepInput in) {
+  __shared__ WarpRoom<kRest> rooms[kStepWarps];
+  WarpRoom<kRest>& room = rooms[threadIdx.x / kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int64_t i = int64_t{blockIdx.x} * kStepThreads + threadIdx.x;
+  const int64_t rows = kSeveral ? *in.united.count : in.only.size;
+  const bool held = i < rows;
   const math::AdamConstants constants =
       math::adam_constants(in.history.beta1, in.history.beta2, in.history.eps);
-  const int rest_floats = 3 * in.columns.sh_rest;
-  RowValues values;
-  replay_geometry(in.columns, &in.state, &in.history, row, values.mean, values.quat, values.log_scale,
-                  values.opacity_logit);
-  replay_sh(in.columns, &in.state, &in.history, row, 1, values.sh);
-  rest.replay(in.history, last, rest_floats);
-#pragma unroll
-  for (int k = 0; k < 3 * kCount - 3; ++k) values.sh[3 + k] = rest.value(k);
+  // Calls visit(list, position) for each record of the lane's row.
+  const auto for_each_record = [&](const auto& visit) {
+    if constexpr (kSeveral) {
+      for (int64_t e = in.united.begin[i]; e < in.united.begin[i + 1]; ++e) {
+        const Entry entry = in.united.entry[e];
+        visit(in.united.list[entry.list], entry.position);
+      }
+    } else {
+      visit(in.only, i);
+    }
+  };
 
-  float dL_dmean[3] = {}, dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh[3 * kCount] = {};
-  float unused_dL_dviewmat[12] = {};  // the frame's backward has reduced it already
-  for (int l = 0; l < in.lists; ++l) {
-    const RecordList& list = in.list[l];
-    const int64_t position = in.seen ? find_row(list, row) : position_in_first;
-    if (position < 0) continue;
-    RenderSettings settings = list.settings;
-    if constexpr (kUniform) settings.sh_degree = kDegree;
-    record_backward(*list.view, settings, values, load48(list.grad + position), dL_dmean, dL_dquat,
-                    dL_dlog_scale, dL_dlogit, dL_dsh, unused_dL_dviewmat);
-  }
-  const float opacity = math::sigmoid(values.opacity_logit);
-  dL_dlogit += in.opacity_weight * opacity * (1.0f - opacity);
-  opacity_sum = opacity;
-  for (int axis = 0; axis < 3; ++axis) {
-    const float scale = std::exp(values.log_scale[axis]);
-    dL_dlog_scale[axis] += in.scale_weight * scale;
-    scale_sum += scale;
-  }
-
-  const float step_size = in.now.step_size[kShColumn];
-#pragma unroll
-  for (int k = 0; k < 3 * kCount - 3; ++k) {
-    math::adam_step(constants, step_size, in.now.inv_sqrt_bc2, dL_dsh[3 + k], rest.value(k), rest.exp_avg(k),
-                    rest.exp_avg_sq(k));
-  }
-  for (int k = 3 * kCount - 3; k < rest_floats; ++k) {
-    math::adam_step(constants, step_size, in.now.inv_sqrt_bc2, 0.f, rest.value(k), rest.exp_avg(k),
-                    rest.exp_avg_sq(k));
-  }
-  const int64_t missed = in.history.now - last;  // 0: both powers are 1
-  const float power1 = in.history.beta1_power[missed > 0 ? missed : 0];
-  const float power2 = in.history.beta2_power[missed > 0 ? missed : 0];
-  step_column<3>(in, constants, 0, 3 * row, power1, power2, dL_dmean, values.mean, nullptr);
-  step_column<4>(in, constants, 1, 4 * row, power1, power2, dL_dquat, values.quat, in.columns.quats);
-  step_column<3>(in, constants, 2, 3 * row, power1, power2, dL_dlog_scale, values.log_scale,
-                 in.columns.scales);
-  step_column<1>(in, constants, 3, row, power1, power2, &dL_dlogit, &values.opacity_logit,
-                 in.columns.opacities);
-  step_column<3>(in, constants, 4, 3 * row, power1, power2, dL_dsh, values.sh, in.columns.sh0);
-  if (in.now.noise_scale > 0.f) {
-    const math::Random4 random = math::draw(in.history.seed, math::Stream::kNoise, in.now.number, row);
-    math::add_mcmc_noise(random, in.now.noise_scale, values.quat, values.log_scale, values.opacity_logit,
-                         values.mean);
-  }
-  for (int i = 0; i < 3; ++i) in.columns.means[3 * row + i] = values.mean[i];
-  in.state.last_step[row] = static_cast<int32_t>(in.now.number);
-}
-
-template <int kDegree, bool kUniform>
-__global__ void __launch_bounds__(kStageThreads, 3) step_kernel(const __grid_constant__ StepInput in) {
-  extern __shared__ float shared[];
-  const int64_t i = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
-  const int64_t rows = in.seen ? *in.seen_count : in.most_rows;
-  const int64_t row = i >= rows ? -1 : in.seen ? in.seen[i] : in.list[0].row[i];
-  ShStage rest(shared, 3 * in.columns.sh_rest, true);
-  rest.fetch(in.columns, in.state, row, 3 * in.columns.sh_rest);
+  LaneRow mine{-1, 0, false, 1.f, 1.f};
+  float mean[3], dL_dmean[3] = {}, noise[3] = {};
   double sum[2] = {0.0, 0.0};
-  if (row >= 0) step_row<kDegree, kUniform>(in, row, in.state.last_step[row], i, rest, sum[0], sum[1]);
-  rest.store(in.columns, in.state, row);
+  float* const rest = room.rest + lane * WarpRoom<kRest>::kStride;
+  if (held) {
+    mine.row = kSeveral ? in.united.row[i] : in.only.row[i];
+    fetch_moments(in.state, mine.row, lane, room);
+    mine.last = in.state.last_step[mine.row];
+    mine.behind = mine.last < in.history.now;
+    float quat[4], log_scale[3], logit, sh0[3];
+    if (mine.behind) {
+      mine.power1 = in.history.beta1_power[in.history.now - mine.last];
+      mine.power2 = in.history.beta2_power[in.history.now - mine.last];
+      if constexpr (kRest > 0) {
+        const math::MissedSteps missed = missed_steps(in.history, kShColumn, mine.last);
+        room.drift[lane] = {missed.drift, missed.drift_eps, missed.beta1_power, missed.beta2_power};
+        room.closed_from[lane] = missed.closed_from;
+      }
+      __pipeline_wait_prior(0);
+    }
+    room.last_step[lane] = static_cast<int>(mine.last);
+    load_column<3>(in, mine, 0, in.columns.means, lane, room, mean);
+    load_column<4>(in, mine, 1, in.columns.quats, lane, room, quat);
+    load_column<3>(in, mine, 2, in.columns.scales, lane, room, log_scale);
+    load_column<1>(in, mine, 3, in.columns.opacities, lane, room, &logit);
+    load_column<3>(in, mine, 4, in.columns.sh0, lane, room, sh0);
+    if (mine.behind) replay_noise(in.history, mine.last, mine.row, quat, log_scale, logit, mean);
+
+    float dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh0[3] = {};
+    if constexpr (kSeveral) {
+      for (int k = 0; k < 3 * kRest; ++k) rest[k] = 0.f;
+    }
+    for_each_record([&](const RecordList& list, int64_t position) {
+      const RecordGrad grad = load48(list.grad + position);
+      float g[3], unit[3], basis[math::kMaxShCount] = {},
+                           unused_dL_dviewmat[12] = {};  // the way back has reduced it already
+      unclamp(list.record[position], grad, g);
+      direction_to(list.view, mean, unit);
+      math::sh_basis(list.sh_degree, unit[0], unit[1], unit[2], basis);
+      for (int c = 0; c < 3; ++c) dL_dsh0[c] += basis[0] * g[c];
+#pragma unroll
+      for (int k = 0; k < 3 * kRest; ++k) {
+        const float gradient = basis[1 + k / 3] * g[k % 3];
+        rest[k] = kSeveral ? rest[k] + gradient : gradient;
+      }
+      math::project_gaussian_backward(list.view, mean, quat, log_scale, logit, list.antialiased, grad.mean2d,
+                                      grad.conic, grad.opacity, grad.depth, dL_dmean, dL_dquat, dL_dlog_scale,
+                                      dL_dlogit, unused_dL_dviewmat);
+    });
+    const float opacity = math::sigmoid(logit);
+    dL_dlogit += (in.weights ? in.weights[0] : in.opacity_weight) * opacity * (1.0f - opacity);
+    sum[0] = opacity;
+    const float scale_weight = in.weights ? in.weights[1] : in.scale_weight;
+    for (int axis = 0; axis < 3; ++axis) {
+      const float scale = std::exp(log_scale[axis]);
+      dL_dlog_scale[axis] += scale_weight * scale;
+      sum[1] += scale;
+    }
+
+    __pipeline_wait_prior(0);
+    step_column<4>(in, constants, mine, 1, lane, room, dL_dquat, quat);
+    step_column<3>(in, constants, mine, 2, lane, room, dL_dlog_scale, log_scale);
+    step_column<1>(in, constants, mine, 3, lane, room, &dL_dlogit, &logit);
+    step_column<3>(in, constants, mine, 4, lane, room, dL_dsh0, sh0);
+    store_column<4>(in.columns.quats, mine.row, quat);
+    store_column<3>(in.columns.scales, mine.row, log_scale);
+    store_column<1>(in.columns.opacities, mine.row, &logit);
+    store_column<3>(in.columns.sh0, mine.row, sh0);
+    in.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
+    if (in.now.noise_scale > 0.f) {
+      const math::Random4 random = math::draw(in.history.seed, math::Stream::kNoise, in.now.number, mine.row);
+      math::add_mcmc_noise(random, in.now.noise_scale, quat, log_scale, logit, noise);
+    }
+  }
+
+  if constexpr (kRest > 0) {
+    __syncwarp();
+    if (__any_sync(kAllLanes, mine.behind))
+      step_rest<kRest, true>(in, constants, mine.row, lane, room);
+    else
+      step_rest<kRest, false>(in, constants, mine.row, lane, room);
+    __syncwarp();
+  }
+
+  if (held) {
+    if constexpr (kRest > 0) {
+      for_each_record([&](const RecordList& list, int64_t position) {
+        float g[3], unit[3], weight[math::kMaxShCount];
+        RecordGrad grad;
+        for (int c = 0; c < 3; ++c) grad.rgb[c] = list.grad[position].rgb[c];
+        unclamp(list.record[position], grad, g);
+        weight[0] = 0.f;
+#pragma unroll
+        for (int k = 0; k < kRest; ++k) weight[1 + k] = math::dot3(rest + 3 * k, g);
+        const float inverse = direction_to(list.view, mean, unit);
+        math::sh_direction_backward(list.sh_degree, unit, inverse, weight, dL_dmean);
+      });
+    }
+    step_column<3>(in, constants, mine, 0, lane, room, dL_dmean, mean);
+    for (int axis = 0; axis < 3; ++axis) mean[axis] += noise[axis];
+    store_column<3>(in.columns.means, mine.row, mean);
+  }
+
   if (!in.sums) return;
-  __shared__ double warp_sums[kStageWarps][2];
+  __shared__ double warp_sums[kStepWarps][2];
   for (int k = 0; k < 2; ++k) {
     for (int step = kWarp / 2; step > 0; step /= 2) sum[k] += __shfl_down_sync(kAllLanes, sum[k], step);
-    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp][k] = sum[k];
+    if (lane == 0) warp_sums[threadIdx.x / kWarp][k] = sum[k];
   }
   __syncthreads();
   if (threadIdx.x < 2) {
     double total = 0.0;
-    for (int warp = 0; warp < kStageWarps; ++warp) total += warp_sums[warp][threadIdx.x];
+    for (int warp = 0; warp < kStepWarps; ++warp) total += warp_sums[warp][threadIdx.x];
     in.sums[int64_t{blockIdx.x} * 2 + threadIdx.x] = total;
   }
 }
@@ -182,14 +391,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- rows that are in any of several lists
+// ---- several lists: their rows united
+
+// What a row's number among the united ones is read from: a bit a row, in blocks of 256 rows, and the bits
+// before each block.
+struct RowBits {
+  uint32_t* bits;
+  const int64_t* offset;
+  int64_t first_row;
+
+  __device__ __forceinline__ int64_t rank(int64_t row) const {
+    const int64_t local = row - first_row, block = local / kThreads;
+    const int word = static_cast<int>(local % kThreads) / kWarp;
+    const uint32_t* words = bits + block * kWarps;
+    int64_t rank = offset[block] + __popc(words[word] & ((1u << local % kWarp) - 1u));
+    for (int w = 0; w < word; ++w) rank += __popc(words[w]);
+    return rank;
+  }
+};
 
 __global__ void __launch_bounds__(kThreads)
-    mark_rows_kernel(const int64_t* row, int64_t count, int64_t first_row, uint32_t* bits) {
+    mark_rows_kernel(const int64_t* row, int64_t count, const __grid_constant__ RowBits rows) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  const int64_t local = row[i] - first_row;
-  atomicOr(bits + local / kWarp, 1u << (local % kWarp));
+  const int64_t local = row[i] - rows.first_row;
+  atomicOr(rows.bits + local / kWarp, 1u << (local % kWarp));
 }
 
 // count[block]: bits set among the 256 of the block; the last one, behind the blocks, is 0.
@@ -203,14 +429,38 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    list_rows_kernel(const uint32_t* bits, const int64_t* offset, int64_t first_row, int64_t* row) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t* words = bits + int64_t{blockIdx.x} * kWarps;
-  if (!(words[warp] >> lane & 1u)) return;
-  int64_t position = offset[blockIdx.x];
-  for (int w = 0; w < warp; ++w) position += __popc(words[w]);
-  position += __popc(words[warp] & ((1u << lane) - 1u));
-  row[position] = first_row + int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    list_rows_kernel(const __grid_constant__ RowBits rows, int64_t* row) {
+  const int64_t local = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (!(rows.bits[local / kWarp] >> (local % kWarp) & 1u)) return;
+  row[rows.rank(rows.first_row + local)] = rows.first_row + local;
+}
+
+// records[r]: how many records the united row r has.
+__global__ void __launch_bounds__(kThreads)
+    count_entries_kernel(const int64_t* row, int64_t count, const __grid_constant__ RowBits rows,
+                         int32_t* records) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) atomicAdd(records + rows.rank(row[i]), 1);
+}
+
+// One list at a time, so that a row's entries come in the order of the lists; `left` counts down.
+__global__ void __launch_bounds__(kThreads)
+    place_entries_kernel(const int64_t* row, int64_t count, const __grid_constant__ RowBits rows,
+                         int32_t list, const int64_t* begin, int32_t* left, Entry* entry) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const int64_t r = rows.rank(row[i]);
+  entry[begin[r + 1] - left[r]--] = {list, static_cast<uint32_t>(i)};
+}
+
+// weights[0..1]: of the regularisers, which are means over the rows seen by all shards.
+__global__ void weigh_kernel(const int64_t* rows_seen, int shards, double opacity_reg, double scale_reg,
+                             float* weights, int64_t* total) {
+  *total = 0;
+  for (int shard = 0; shard < shards; ++shard) *total += rows_seen[shard];
+  const double rows = static_cast<double>(*total > 0 ? *total : 1);
+  weights[0] = static_cast<float>(opacity_reg / rows);
+  weights[1] = static_cast<float>(scale_reg / (3.0 * rows));
 }
 
 // ---- one shard
@@ -222,112 +472,115 @@ class ShardStep {
     for (const Frame* frame : frames) {
       const ShardRecords& records = frame->shards[static_cast<size_t>(shard)];
       for (size_t view = 0; view < frame->views.size(); ++view) {
-        const int64_t begin = records.view_begin[view], end = records.view_begin[view + 1];
-        if (begin == end) continue;
-        lists_.push_back({frame->constants[static_cast<size_t>(shard)].views.data() + view,
-                          records.row.data() + begin, records.grad.data() + begin, end - begin,
-                          frame->settings});
+        const int64_t begin = records.view_begin[view], size = records.view_begin[view + 1] - begin;
+        if (size == 0) continue;
+        lists_.push_back({frame->views[view], records.row.data() + begin, records.record.data() + begin,
+                          records.grad.data() + begin, size, frame->settings.sh_degree,
+                          frame->settings.antialiased});
+        records_ += size;
       }
     }
+    most_rows_ = std::min(home_.size(), records_);
     history_ = frames[0]->constants[static_cast<size_t>(shard)].history;
   }
 
-  // How many rows are seen: at once for one list; for several the count is asked for.
-  void find_rows(ReadBack& read_back) {
-    for (const RecordList& list : lists_) most_rows_ = std::min(home_.size(), most_rows_ + list.size);
-    if (lists_.size() < 2) {
-      rows_seen = most_rows_;
+  // Whether the host knows how many rows are seen: most_rows().
+  bool knows_rows() const { return lists_.size() < 2; }
+  int64_t most_rows() const { return most_rows_; }
+
+  // Unites the rows of several lists, and leaves their number in rows_seen[0].
+  void find_rows(int64_t* rows_seen) {
+    if (knows_rows()) {
+      upload(rows_seen, &most_rows_, 1, shard_);
       return;
     }
     const cudaStream_t stream = shard_stream(shard_);
     const int64_t blocks = blocks_for(home_.size(), kThreads);
     Buffer<uint32_t> bits(blocks * kWarps, shard_);
-    Buffer<int32_t> count(blocks + 1, shard_);
+    Buffer<int32_t> count(blocks + 1, shard_), left(most_rows_ + 1, shard_);
     offset_ = Buffer<int64_t>(blocks + 1, shard_);
-    seen_ = Buffer<int64_t>(most_rows_, shard_);
-    seen_count_ = offset_.data() + blocks;
+    row_ = Buffer<int64_t>(most_rows_, shard_);
+    begin_ = Buffer<int64_t>(most_rows_ + 1, shard_);
+    entry_ = Buffer<Entry>(records_, shard_);
+    list_ = to_buffer(lists_, shard_);
+    const RowBits rows{bits.data(), offset_.data(), home_.begin};
     zero(bits);
+    zero(left);
     for (const RecordList& list : lists_) {
-      mark_rows_kernel<<<blocks_for(list.size, kThreads), kThreads, 0, stream>>>(list.row, list.size,
-                                                                                 home_.begin, bits.data());
+      mark_rows_kernel<<<blocks_for(list.size, kThreads), kThreads, 0, stream>>>(list.row, list.size, rows);
       KERNEL_CHECK("step count", shard_, list.size);
     }
     count_bits_kernel<<<blocks_for(blocks + 1, kThreads), kThreads, 0, stream>>>(bits.data(), blocks,
                                                                                  count.data());
     KERNEL_CHECK("step count", shard_, home_.size());
     exclusive_sum(count.data(), offset_.data(), blocks + 1, shard_);
-    list_rows_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(bits.data(), offset_.data(),
-                                                                             home_.begin, seen_.data());
+    list_rows_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, row_.data());
     KERNEL_CHECK("step count", shard_, home_.size());
-    read_back.add(&rows_seen, seen_count_, 1, shard_);
+    for (const RecordList& list : lists_) {
+      count_entries_kernel<<<blocks_for(list.size, kThreads), kThreads, 0, stream>>>(list.row, list.size,
+                                                                                     rows, left.data());
+      KERNEL_CHECK("step count", shard_, list.size);
+    }
+    exclusive_sum(left.data(), begin_.data(), most_rows_ + 1, shard_);
+    for (size_t list = 0; list < lists_.size(); ++list) {
+      place_entries_kernel<<<blocks_for(lists_[list].size, kThreads), kThreads, 0, stream>>>(
+          lists_[list].row, lists_[list].size, rows, static_cast<int32_t>(list), begin_.data(), left.data(),
+          entry_.data());
+      KERNEL_CHECK("step count", shard_, lists_[list].size);
+    }
+    united_ = {offset_.data() + blocks, row_.data(), begin_.data(), entry_.data(), list_.data()};
+    copy_between(rows_seen, shard_, united_.count, shard_, sizeof(int64_t));
   }
 
   void run(const SplatColumns& columns, const AdamState& state, const History::Step& now,
-           float opacity_weight, float scale_weight, bool wanted_means) {
+           const float* device_weights, float opacity_weight, float scale_weight, bool wanted_means) {
     if (lists_.empty()) return;
-    const cudaStream_t stream = shard_stream(shard_);
-    const Buffer<RecordList> lists = to_buffer(lists_, shard_);
-    const unsigned blocks = blocks_for(rows_seen, kStageThreads);
-    const size_t shared = ShStage::shared_bytes(3 * columns.sh_rest, true);
+    const unsigned blocks = blocks_for(most_rows_, kStepThreads);
     Buffer<double> part(wanted_means ? int64_t{blocks} * 2 : 0, shard_);
-    const StepInput in{columns,      state,
-                       history_,     now,
-                       lists.data(), static_cast<int>(lists_.size()),
-                       seen_.data(), seen_count_,
-                       rows_seen,    opacity_weight,
-                       scale_weight, part.data()};
-    int degree = 0;
-    bool uniform = true;
-    for (const RecordList& list : lists_) degree = std::max(degree, list.settings.sh_degree);
-    for (const RecordList& list : lists_) uniform &= list.settings.sh_degree == degree;
-    const auto launch = [&](auto kernel) {
-      CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(shared)));
-      kernel<<<blocks, kStageThreads, shared, stream>>>(in);
-    };
-    switch (degree * 2 + uniform) {
-      case 1:
-        launch(step_kernel<0, true>);
-        break;
-      case 2:
-        launch(step_kernel<1, false>);
-        break;
-      case 3:
-        launch(step_kernel<1, true>);
-        break;
-      case 4:
-        launch(step_kernel<2, false>);
-        break;
-      case 5:
-        launch(step_kernel<2, true>);
-        break;
-      case 6:
-        launch(step_kernel<3, false>);
-        break;
-      default:
-        launch(step_kernel<3, true>);
-        break;
-    }
-    KERNEL_CHECK("step", shard_, rows_seen);
+    const StepInput in{columns, state,          history_,       now,          lists_[0],
+                       united_, device_weights, opacity_weight, scale_weight, part.data()};
+    launch(in, blocks);
+    KERNEL_CHECK("step", shard_, most_rows_);
     if (!wanted_means) return;
     sums_ = Buffer<double>(2, shard_);
-    sum_pairs_kernel<<<1, kThreads, 0, stream>>>(part.data(), blocks, sums_.data());
-    KERNEL_CHECK("step", shard_, rows_seen);
+    sum_pairs_kernel<<<1, kThreads, 0, shard_stream(shard_)>>>(part.data(), blocks, sums_.data());
+    KERNEL_CHECK("step", shard_, most_rows_);
   }
 
   void ask_sums(ReadBack& read_back) { read_back.add(sums, sums_.data(), sums_.size(), shard_); }
 
-  int64_t rows_seen = 0;
   double sums[2] = {0.0, 0.0};  // of opacities and scales
 
  private:
+  void launch(const StepInput& in, unsigned blocks) const {
+    const auto with_rest = [&](auto rest) {
+      constexpr int kRest = decltype(rest)::value;
+      if (knows_rows())
+        step_kernel<kRest, false><<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in);
+      else
+        step_kernel<kRest, true><<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in);
+    };
+    switch (in.columns.sh_rest) {
+      case 0:
+        return with_rest(std::integral_constant<int, 0>{});
+      case 3:
+        return with_rest(std::integral_constant<int, 3>{});
+      case 8:
+        return with_rest(std::integral_constant<int, 8>{});
+      default:
+        return with_rest(std::integral_constant<int, 15>{});
+    }
+  }
+
   int shard_;
   RowRange home_;
   std::vector<RecordList> lists_;
   AdamHistory history_{};
-  int64_t most_rows_ = 0;
-  Buffer<int64_t> offset_, seen_;
-  const int64_t* seen_count_ = nullptr;
+  int64_t records_ = 0, most_rows_ = 0;
+  Buffer<int64_t> offset_, row_, begin_;
+  Buffer<Entry> entry_;
+  Buffer<RecordList> list_;
+  UnitedRows united_{};
   Buffer<double> sums_;
 };
 
@@ -380,6 +633,29 @@ __global__ void __launch_bounds__(kThreads) flush_geometry_kernel(const __grid_c
   in.state.last_step[row] = static_cast<int32_t>(in.history.now);
 }
 
+// From the shards' counts to weights[shard] [2] of the regularisers; returns the sum of the counts, on the
+// lead shard. The host does not wait.
+Buffer<int64_t> share_weights(const std::vector<Buffer<int64_t>>& counts, const StepSettings& settings,
+                              std::vector<Buffer<float>>& weights) {
+  const int shards = static_cast<int>(counts.size());
+  Buffer<int64_t> all(shards, 0), total(1, 0);
+  join_shards();
+  for (int shard = 0; shard < shards; ++shard) {
+    copy_between(all.data() + shard, 0, counts[static_cast<size_t>(shard)].data(), shard, sizeof(int64_t));
+    weights[static_cast<size_t>(shard)] = Buffer<float>(2, shard);
+  }
+  {
+    DeviceGuard guard(shard_device(0));
+    weigh_kernel<<<1, 1, 0, shard_stream(0)>>>(all.data(), shards, settings.opacity_reg, settings.scale_reg,
+                                               weights[0].data(), total.data());
+    KERNEL_CHECK("step count", 0, shards);
+  }
+  join_shards();
+  for (int shard = 1; shard < shards; ++shard)
+    copy_between(weights[static_cast<size_t>(shard)].data(), shard, weights[0].data(), 0, 2 * sizeof(float));
+  return total;
+}
+
 }  // namespace
 
 StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& columns, const AdamState& state,
@@ -394,24 +670,39 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
   for (size_t shard = 0; shard < frames[0]->homes.size(); ++shard)
     work.emplace_back(frames, static_cast<int>(shard));
 
-  // The regularisers are means over the rows seen, so these are counted first.
-  ReadBack counts;
-  for_each_shard("step count",
-                 [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].find_rows(counts); });
-  counts.wait();
-  for (const ShardStep& part : work) report.rows_seen += part.rows_seen;
+  // The regularisers are means over the rows seen. With one view the host knows their number; with several
+  // the lead shard has it made out of all shards' counts.
+  const size_t shards = work.size();
+  bool known = true;
+  for (const ShardStep& part : work) known &= part.knows_rows();
+  for (const ShardStep& part : work) report.rows_seen += part.most_rows();
   if (report.rows_seen == 0) return report;
-  const double rows_seen = static_cast<double>(report.rows_seen);
-  const float opacity_weight = static_cast<float>(settings.opacity_reg / rows_seen);
-  const float scale_weight = static_cast<float>(settings.scale_reg / (3.0 * rows_seen));
+  std::vector<Buffer<float>> weights(shards);
+  Buffer<int64_t> total;
+  if (!known) {
+    std::vector<Buffer<int64_t>> counts;
+    for (size_t shard = 0; shard < shards; ++shard) counts.emplace_back(1, static_cast<int>(shard));
+    for_each_shard("step count", [&](const Shard& shard) {
+      work[static_cast<size_t>(shard.index)].find_rows(counts[static_cast<size_t>(shard.index)].data());
+    });
+    total = share_weights(counts, settings, weights);
+  }
+  const double most_rows = static_cast<double>(report.rows_seen);
   for_each_shard("step", [&](const Shard& shard) {
-    work[static_cast<size_t>(shard.index)].run(columns, state, now, opacity_weight, scale_weight,
-                                               settings.wanted_means);
+    work[static_cast<size_t>(shard.index)].run(
+        columns, state, now, weights[static_cast<size_t>(shard.index)].data(),
+        static_cast<float>(settings.opacity_reg / most_rows),
+        static_cast<float>(settings.scale_reg / (3.0 * most_rows)), settings.wanted_means);
   });
-  if (!settings.wanted_means) return report;
-  ReadBack sums;
-  for (ShardStep& part : work) part.ask_sums(sums);
-  sums.wait();
+  if (!settings.wanted_means) {
+    if (!known) report.rows_seen = -1;
+    return report;
+  }
+  ReadBack read_back;
+  for (ShardStep& part : work) part.ask_sums(read_back);
+  if (!known) read_back.add(&report.rows_seen, total.data(), 1, 0);
+  read_back.wait();
+  const double rows_seen = static_cast<double>(report.rows_seen);
   for (const ShardStep& part : work) {
     report.mean_opacity += part.sums[0] / rows_seen;
     report.mean_scale += part.sums[1] / (3.0 * rows_seen);

@@ -20,11 +20,11 @@ struct StepSettings {
   double noise_scale = 0.0;            // MCMC noise: lr of the means times noise_lr
   double opacity_reg = 0.0;            // weight of the mean opacity of the rows seen in this step
   double scale_reg = 0.0;              // weight of the mean scale of the rows seen, over rows and axes
-  bool wanted_means = true;  // of the report; without them a step of one view does not wait for the GPU
+  bool wanted_means = true;            // of the report; without them a step does not wait for the GPU
 };
 
 struct StepReport {
-  int64_t rows_seen = 0;
+  int64_t rows_seen = 0;      // -1: several views on GPUs, and the means were not wanted
   double mean_opacity = 0.0;  // of the rows seen, before the step; if wanted
   double mean_scale = 0.0;
 };
