@@ -27,14 +27,10 @@ namespace mgpu::splat {
 
 namespace {
 
-#ifndef TOGETHER
-#define TOGETHER 4
-#define BLOCKS 4
-#endif
 constexpr int kStepThreads = 128;
 constexpr int kStepWarps = kStepThreads / kWarp;
-constexpr int kStepBlocks = BLOCKS;  // on an SM; a fifth would cost spills
-constexpr int kTogether = TOGETHER;  // loads of so many rows a lane are on their way together
+constexpr int kStepBlocks = 4;       // on an SM; a fifth would cost spills
+constexpr int kTogether = 2;         // loads of so many rows a lane are on their way together
 constexpr int kGeometryFloats = 14;  // of a row: all columns but shN
 
 // The records of one view of one frame on one shard: ascending by row.
