@@ -20,6 +20,17 @@ constexpr float kSsimWeight[kSsimRadius + 1] = {0.00102838008447911f, 0.00759875
                                                 0.03600077212843083f, 0.10936068950970002f,
                                                 0.21300553771125370f, 0.26601172486179436f};
 
+// 1 / x to 1 ulp, for x that is neither tiny nor huge.
+HOST_DEVICE inline float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1.0f / x;
+#endif
+}
+
 // Derivatives of one pixel's SSIM by the window means of x, x^2 and x y. A pixel p of the window with weight
 // g gets g * (by_mean + 2 x_p by_square + y_p by_product), with x and y shifted.
 struct SsimDerivative {
@@ -30,17 +41,18 @@ struct SsimDerivative {
 HOST_DEVICE inline float ssim(float mean_x, float mean_y, float mean_squares, float mean_product,
                               SsimDerivative& derivative) {
   const float mu_x = mean_x + kSsimShift, mu_y = mean_y + kSsimShift;
-  const float variances = mean_squares - mean_x * mean_x - mean_y * mean_y;
   const float covariance = mean_product - mean_x * mean_y;
   const float a1 = 2.0f * mu_x * mu_y + kSsimC1, a2 = 2.0f * covariance + kSsimC2;
-  const float b1 = mu_x * mu_x + mu_y * mu_y + kSsimC1, b2 = variances + kSsimC2;
-  const float inv_b1 = 1.0f / b1, inv_b2 = 1.0f / b2;
-  const float value = a1 * a2 * inv_b1 * inv_b2;
+  const float b1 = mu_x * mu_x + (mu_y * mu_y + kSsimC1);
+  const float b2 = (mean_squares + kSsimC2) - mean_x * mean_x - mean_y * mean_y;
+  const float inv_b1 = reciprocal(b1), inv_b2 = reciprocal(b2);
+  const float q1 = a1 * inv_b1, q2 = a2 * inv_b2;
+  const float value = q1 * q2;
   derivative.by_square = -value * inv_b2;
-  derivative.by_product = 2.0f * a1 * inv_b1 * inv_b2;
-  derivative.by_mean = 2.0f * (mu_y * a2 * inv_b2 - mu_x * value) * inv_b1  // through the means
-                       - 2.0f * mean_x * derivative.by_square               // through the variance of x
-                       - mean_y * derivative.by_product;                    // through the covariance
+  derivative.by_product = 2.0f * q1 * inv_b2;
+  derivative.by_mean = 2.0f * inv_b1 * (mu_y * q2 - mu_x * value)  // through the means
+                       - 2.0f * mean_x * derivative.by_square      // through the variance of x
+                       - mean_y * derivative.by_product;           // through the covariance
   return value;
 }
 

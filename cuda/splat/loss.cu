@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// loss.cu: value and gradient in one kernel, a block a tile of 32 x 16 pixels and all windows in shared
-// memory: the pixels with a halo of 10, SSIM at the centres with a halo of 5. Floor: 60 bytes a pixel. Bands
-// are whole rows of tiles, so that the sums are the same bits on any mesh.
+// loss.cu: value and gradient in one kernel that walks down a strip of the image, a row a step. A thread has
+// two pixels of a channel; windows along a row are read from shared memory, windows down the columns are sums
+// in registers that move up by one row a step. So a pixel is read once and a window's taps are 11
+// multiply-adds, 154 for all seven maps of a channel. Floor: 60 bytes and 560 lane instructions a pixel, all
+// channels; this takes 820 and, for the columns and rows that strips share, a third more. L1 alone is a
+// kernel that streams. Sums are taken of tiles of 16 rows, so that the value is the same bits on any mesh,
+// whatever the heights of strips.
 #include "splat/loss.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "math/ssim.h"
@@ -20,265 +26,453 @@ using math::kSsimShift;
 using math::kSsimWindow;
 
 constexpr int kChannels = 3;
-constexpr int kWide = 32, kHigh = 16;  // pixels of a tile
-constexpr int kCentresWide = kWide + 2 * kSsimRadius, kCentresHigh = kHigh + 2 * kSsimRadius;
-constexpr int kPixelsWide = kWide + 4 * kSsimRadius, kPixelsHigh = kHigh + 4 * kSsimRadius;
-// Rows in shared memory are an odd number of floats apart, so that neighbours below each other are in
-// different banks.
-constexpr int kPixelStride = kPixelsWide | 1, kCentreStride = kCentresWide | 1, kSpreadStride = kWide | 1;
-constexpr int kPixels = kPixelStride * kPixelsHigh;  // of one channel, with halo
-constexpr int kAlong = kCentreStride * kPixelsHigh;  // after the windows along the rows
-constexpr int kCentres = kCentreStride * kCentresHigh;
-constexpr int kSpread = kSpreadStride * kCentresHigh;
-static_assert(3 * kSpread <= 4 * kAlong);
+constexpr int kHigh = 16;  // rows of a tile; shards' bands and strips are whole tiles high
 
-// A thread makes several windows that overlap, and reads their values once.
-constexpr int kAcross = 4;  // along a row
-constexpr int kDown = 5;    // down a column of centres
-constexpr int kRows = 2;    // pixel rows of a thread at the end
-static_assert(kRows * kThreads == kWide * kHigh && kWide % kAcross == 0);
+// Columns of a block. Thread 3 s + c has channel c of the slot s of two pixels; threads beside each other
+// read values beside each other. Each of the two windows along a row takes five slots from the width of the
+// strip.
+constexpr int kAcross = 2;                                    // pixels of a slot
+constexpr int kSpan = (kSsimWindow + kAcross - 1) / kAcross;  // slots that a slot's windows touch
+constexpr int kSlots = kThreads / kChannels;
+constexpr int kWide = kAcross * (kSlots - 2 * (kSpan - 1));  // pixels of a strip that come out
+constexpr int kRowSlots =
+    kThreads + kChannels * (kSpan - 1) + 1;  // in shared memory; threads at the end read beyond
+static_assert(kSpan * kAcross == kSsimWindow + kAcross - 1);
 
-template <bool kMasked>
-constexpr size_t shared_bytes() {
-  return sizeof(float) * ((2 + kMasked) * kPixels + (4 + kMasked) * kAlong + 3 * kCentres);
-}
+// Rows. In step i row i enters, the centres five rows above get their SSIM, and the row seven rows above
+// those is done: derivatives are read two steps later, when no warp waits for them.
+constexpr int kSlopeLag = 2;
+constexpr int kCentreLag = kSsimRadius, kOutputLag = 2 * kSsimRadius + kSlopeLag;
+constexpr int kSlopeRing = 2 * kSlopeLag;              // rows of derivatives kept
+constexpr int kWarmUp = 2 * kSsimRadius + kOutputLag;  // steps before the strip's first row is done
+constexpr int kRing = 16;                              // rows kept in shared memory
+static_assert(kRing > kOutputLag + 1);
 
+// What a value of the loss is divided by.
 struct LossCounts {
   int64_t pixels, centres;  // that count, times channels
+};
+
+// Factors of the gradient.
+struct LossScales {
+  float l1, ssim;
+};
+
+HOST_DEVICE inline LossScales scales_of(const LossCounts& counts, double ssim_weight, float share) {
+  const double l1_weight = counts.centres > 0 ? 1.0 - ssim_weight : 1.0;
+  return {
+      counts.pixels > 0 ? share * static_cast<float>(l1_weight / static_cast<double>(counts.pixels)) : 0.f,
+      counts.centres > 0 ? share * static_cast<float>(-ssim_weight / static_cast<double>(counts.centres))
+                         : 0.f};
+}
+
+// Of |x - y| and of SSIM.
+struct Sums {
+  double l1, ssim;
 };
 
 struct LossInput {
   LossImages images;
   float ssim_weight;
   float share;  // of this loss in what is differentiated
-  LossCounts counts;
-  const LossCounts* device_counts;  // with a mask; else null
-  int first_tile_row;
-  float* dL_drgb;
-  double* sums;  // [tile rows, tiles across, 2] of |x - y| and SSIM
+  LossScales scales;
+  const LossCounts* device_counts;  // with a mask, then instead of scales; else null
+  RowRange tiles;                   // rows of tiles of the shard
+  int64_t strip_tiles = 0;          // rows of tiles of a strip
+  float* dL_drgb = nullptr;
+  Sums* sums = nullptr;  // [tile rows, strips, warps], or [tile rows, blocks] for L1 alone
 };
 
-__device__ __forceinline__ float weight_at(int distance) {  // |distance| <= 5
+__device__ __forceinline__ float weight_at(int tap) {  // 0..10, known to the compiler
   constexpr float w0 = math::kSsimWeight[0], w1 = math::kSsimWeight[1], w2 = math::kSsimWeight[2];
   constexpr float w3 = math::kSsimWeight[3], w4 = math::kSsimWeight[4], w5 = math::kSsimWeight[5];
-  switch (distance < 0 ? -distance : distance) {
+  switch (tap < kSsimRadius ? tap : 2 * kSsimRadius - tap) {
     case 0:
-      return w5;
-    case 1:
-      return w4;
-    case 2:
-      return w3;
-    case 3:
-      return w2;
-    case 4:
-      return w1;
-    default:
       return w0;
+    case 1:
+      return w1;
+    case 2:
+      return w2;
+    case 3:
+      return w3;
+    case 4:
+      return w4;
+    default:
+      return w5;
   }
 }
 
-// sum[j] = window of values[j .. j + 10].
-template <int kCount>
-__device__ __forceinline__ void windows(const float (&values)[kCount + 2 * kSsimRadius],
-                                        float (&sum)[kCount]) {
+// One more row into the window down a column; returns the window of the eleven latest. sums[k] is that of the
+// row k further on, as far as it is known.
+__device__ __forceinline__ float slide(float (&sums)[kSsimWindow - 1], float value) {
+  float full = fmaf(weight_at(0), value, sums[0]);
+  asm volatile("" : "+f"(full));  // now: else the old sums stay alive, and the new ones are moved every time
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    sum[j] = 0.f;
+  for (int k = 1; k < kSsimWindow - 1; ++k) sums[k - 1] = fmaf(weight_at(k), value, sums[k]);
+  sums[kSsimWindow - 2] = weight_at(kSsimWindow - 1) * value;
+  return full;
+}
+
+// Adds the value at `tap`, counted from the first of the slot's windows, to the window of each pixel of the
+// slot.
+__device__ __forceinline__ void add_tap(float (&sums)[kAcross], int tap, float value) {
 #pragma unroll
-    for (int k = 0; k < kSsimWindow; ++k) sum[j] += weight_at(k - kSsimRadius) * values[j + k];
+  for (int j = 0; j < kAcross; ++j) {
+    if (tap >= j && tap - j < kSsimWindow) sums[j] = fmaf(weight_at(tap - j), value, sums[j]);
   }
 }
 
-// The windows of `kCount` neighbours, `stride` apart; only the first `held` values exist, the others are 0.
-template <int kCount>
-__device__ __forceinline__ void windows_of(const float* from, int stride, int held, float (&sum)[kCount]) {
-  float values[kCount + 2 * kSsimRadius];
+// byte / 255, rounded as a division is: one step of Newton's after the product.
+__device__ __forceinline__ float byte_value(unsigned byte) {
+  constexpr float kInverse = 1.0f / 255.0f;
+  const float x = static_cast<float>(byte), guess = x * kInverse;
+  return fmaf(fmaf(-255.0f, guess, x), kInverse, guess);
+}
+
+__device__ __forceinline__ double warp_sum(double value) {
 #pragma unroll
-  for (int k = 0; k < kCount + 2 * kSsimRadius; ++k) values[k] = k < held ? from[k * stride] : 0.f;
-  windows(values, sum);
-}
-
-__device__ __forceinline__ float target_at(const LossImages& images, int64_t i) {
-  return images.target_bytes ? static_cast<float>(images.target_bytes[i]) / 255.0f : images.target[i];
-}
-
-__device__ __forceinline__ double block_sum(double value, double* warp_sums) {
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_down_sync(kAllLanes, value, step);
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  double sum = 0.0;
-  for (int warp = 0; warp < kWarps; ++warp) sum += warp_sums[warp];
-  return sum;
+  return value;
 }
 
-// Windows along the rows of x, y, x^2 + y^2, x y and, with a mask, of what is kept. Neighbouring threads take
-// rows below each other.
+// ---- L1 and SSIM
+
 template <bool kMasked>
-__device__ __forceinline__ void windows_along_rows(const float* x, const float* y, const float* keep,
-                                                   float* along) {
-  constexpr int kGroups = (kCentresWide + kAcross - 1) / kAcross, kHeld = kAcross + 2 * kSsimRadius;
-  for (int i = threadIdx.x; i < kPixelsHigh * kGroups; i += kThreads) {
-    const int r = i % kPixelsHigh, c = i / kPixelsHigh * kAcross;
-    float a[kHeld], b[kHeld], sum[4 + kMasked][kAcross];
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      const bool held = c + k < kPixelsWide;
-      a[k] = held ? x[r * kPixelStride + c + k] : 0.f;
-      b[k] = held ? y[r * kPixelStride + c + k] : 0.f;
+struct SharedRows {
+  float4 values[kRing][kRowSlots];         // x, y of the slot's two pixels, shifted; 0 where nothing counts
+  float4 slopes[kSlopeRing][kRowSlots];    // derivatives by mean and square of the slot's two centres
+  float2 products[kSlopeRing][kRowSlots];  // by product
+  float2 keep[kMasked ? kRing : 1][kRowSlots];  // 1 where a pixel counts
+};
+
+// A barrier of a block's warps in two halves: between arrive and wait a warp works on what it does not wait
+// for.
+class WarpBarrier {
+ public:
+  __device__ __forceinline__ void init() {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(kWarps) : "memory");
     }
-    windows(a, sum[0]);
-    windows(b, sum[1]);
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      const float product = a[k] * b[k];
-      a[k] = a[k] * a[k] + b[k] * b[k];
-      b[k] = product;
+    __syncthreads();
+#endif
+  }
+  __device__ __forceinline__ void arrive() {
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) {
+      asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
     }
-    windows(a, sum[2]);
-    windows(b, sum[3]);
-    if constexpr (kMasked) windows_of(keep + r * kPixelStride + c, 1, kPixelsWide - c, sum[4]);
+#endif
+  }
+  // Until all have arrived for the time `count`, counted from 0.
+  __device__ __forceinline__ void wait(unsigned count) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again_%=:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again_%=;\n"
+        "}" ::"r"(address()),
+        "r"(count % 2)
+        : "memory");
+#else
+    __syncthreads();
+#endif
+  }
+
+ private:
+  __device__ __forceinline__ unsigned address() {
+    return static_cast<unsigned>(__cvta_generic_to_shared(&state_));
+  }
+  uint64_t state_;
+};
+
+// A row's pixels of a thread as they are in memory.
+template <typename Target>
+struct Fetched {
+  float x[kAcross];
+  Target y[kAcross];
+  bool counts[kAcross];
+};
+
+template <typename Target>
+__device__ __forceinline__ const Target* targets_of(const LossImages& images) {
+  if constexpr (sizeof(Target) == 1) {
+    return images.target_bytes;
+  } else {
+    return images.target;
+  }
+}
+
+// Nothing in a step depends on how far the walk is, but what is put out: sums that lack their first rows come
+// before the strip's first row.
+template <typename Target, bool kMasked>
+__global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant__ LossInput in) {
+  extern __shared__ float4 shared_memory[];
+  __shared__ WarpBarrier rows_entered;
+  SharedRows<kMasked>& shared = *reinterpret_cast<SharedRows<kMasked>*>(shared_memory);
+  rows_entered.init();
+
+  const LossImages& images = in.images;
+  const int width = static_cast<int>(images.width), height = static_cast<int>(images.height);
+  const int64_t first_tile = in.tiles.begin + int64_t{blockIdx.y} * in.strip_tiles;
+  const int top = static_cast<int>(first_tile) * kHigh;
+  const int bottom =
+      static_cast<int>(min(min(first_tile + in.strip_tiles, in.tiles.end) * kHigh, images.height));
+  const int left = static_cast<int>(blockIdx.x) * kWide, right = min(left + kWide, width);
+  const int channel = threadIdx.x % kChannels;
+  // Columns of the thread's first pixel: as it enters, as a centre, as it comes out.
+  const int column = left - 2 * kSsimRadius + kAcross * static_cast<int>(threadIdx.x / kChannels);
+  const int centre_column = column + kSsimRadius, output_column = centre_column + kSsimRadius;
+  // How many rows a pixel counts in: from the image's first, from the first centre's, from the strip's first.
+  unsigned enters[kAcross], centres[kAcross], outputs[kAcross];
+  bool own_centre[kAcross];
 #pragma unroll
-    for (int map = 0; map < 4 + kMasked; ++map) {
+  for (int j = 0; j < kAcross; ++j) {
+    const bool spare = threadIdx.x >= kSlots * kChannels;
+    const int centre = centre_column + j;
+    enters[j] = !spare && column + j >= 0 && column + j < width ? height : 0;
+    centres[j] = centre >= kSsimRadius && centre < width - kSsimRadius ? height - 2 * kSsimRadius : 0;
+    own_centre[j] = centre >= left && centre < right;
+    outputs[j] = output_column + j < right ? bottom - top : 0;
+  }
+  LossScales scales = in.scales;
+  if constexpr (kMasked) scales = scales_of(*in.device_counts, in.ssim_weight, in.share);
+
+  // Of the first pixel in the row that is fetched next; it may lie outside the image.
+  const int64_t first_pixel = int64_t{top - 2 * kSsimRadius} * width + column;
+  const float* x_at = images.rgb + kChannels * first_pixel + channel;
+  const Target* y_at = targets_of<Target>(images) + kChannels * first_pixel + channel;
+  const uint8_t* mask_at = images.mask + first_pixel;
+  const auto fetch = [&](int row) {
+    Fetched<Target> next;
+#pragma unroll
+    for (int j = 0; j < kAcross; ++j) {
+      next.counts[j] = static_cast<unsigned>(row) < enters[j];
+      if constexpr (kMasked) next.counts[j] = next.counts[j] && mask_at[j];
+      next.x[j] = next.counts[j] ? x_at[kChannels * j] : 0.f;
+      next.y[j] = next.counts[j] ? y_at[kChannels * j] : Target{0};
+    }
+    x_at += kChannels * width;
+    y_at += kChannels * width;
+    if constexpr (kMasked) mask_at += width;
+    return next;
+  };
+
+  float down_x[kAcross][kSsimWindow - 1] = {}, down_y[kAcross][kSsimWindow - 1] = {};
+  float down_squares[kAcross][kSsimWindow - 1] = {}, down_product[kAcross][kSsimWindow - 1] = {};
+  float down_keep[kMasked ? kAcross : 1][kSsimWindow - 1] = {};
+  float down_by_mean[kAcross][kSsimWindow - 1] = {}, down_by_square[kAcross][kSsimWindow - 1] = {};
+  float down_by_product[kAcross][kSsimWindow - 1] = {};
+  float l1_sum = 0.f, ssim_sum = 0.f;
+
+  float* dL_drgb = in.dL_drgb;
+  if (dL_drgb) {
+    dL_drgb += kChannels * ((int64_t{top} - 2 * kSsimRadius) * width + output_column) + channel;
+  }
+  // Sums of SSIM belong to the row that comes out when the centre gets its value: the first strip has one row
+  // more.
+  const int first_centre = top == 0 ? 0 : top + kOutputLag - kCentreLag;
+  Sums* sums = in.sums + ((int64_t{blockIdx.y} * in.strip_tiles * gridDim.x + blockIdx.x) * kWarps +
+                          threadIdx.x / kWarp);
+  const auto put_sums = [&] {  // the lanes of the warps have those of a tile
+    const Sums sum{warp_sum(l1_sum), warp_sum(ssim_sum)};
+    if (threadIdx.x % kWarp == 0) *sums = sum;
+    sums += int64_t{gridDim.x} * kWarps;
+    l1_sum = ssim_sum = 0.f;
+  };
+
+  int row = top - 2 * kSsimRadius;  // of the image, that enters
+  Fetched<Target> next = fetch(row);
+  for (unsigned step = 0; row < bottom + kOutputLag; ++step, ++row) {
+    if (step > kWarmUp && (step - kWarmUp) % kHigh == 0) put_sums();
+    {
+      float value[kAcross][2], keep[kAcross];
 #pragma unroll
       for (int j = 0; j < kAcross; ++j) {
-        if (c + j < kCentresWide) along[map * kAlong + r * kCentreStride + c + j] = sum[map][j];
+        float y;
+        if constexpr (sizeof(Target) == 1) {
+          y = byte_value(next.y[j]);
+        } else {
+          y = next.y[j];
+        }
+        value[j][0] = next.counts[j] ? next.x[j] - kSsimShift : 0.f;
+        value[j][1] = next.counts[j] ? y - kSsimShift : 0.f;
+        keep[j] = next.counts[j] ? 1.f : 0.f;
       }
+      shared.values[step % kRing][threadIdx.x] = {value[0][0], value[0][1], value[1][0], value[1][1]};
+      if constexpr (kMasked) shared.keep[step % kRing][threadIdx.x] = {keep[0], keep[1]};
+    }
+    next = fetch(row + 1);
+    rows_entered.arrive();
+
+    if (step >=
+        2 * kSsimRadius + kSlopeLag) {  // derivatives of an earlier step, and the row that they complete
+      float by_mean[kAcross] = {}, by_square[kAcross] = {}, by_product[kAcross] = {};
+#pragma unroll
+      for (int k = 0; k < kSpan; ++k) {
+        const float4 slope = shared.slopes[(step - kSlopeLag) % kSlopeRing][threadIdx.x + kChannels * k];
+        const float2 part = shared.products[(step - kSlopeLag) % kSlopeRing][threadIdx.x + kChannels * k];
+        add_tap(by_mean, kAcross * k, slope.x);
+        add_tap(by_square, kAcross * k, slope.y);
+        add_tap(by_product, kAcross * k, part.x);
+        add_tap(by_mean, kAcross * k + 1, slope.z);
+        add_tap(by_square, kAcross * k + 1, slope.w);
+        add_tap(by_product, kAcross * k + 1, part.y);
+      }
+      const int slot = threadIdx.x + kChannels * (2 * kSsimRadius / kAcross);
+      const float4 value = shared.values[(step - kOutputLag) % kRing][slot];
+      const float a[kAcross] = {value.x, value.z}, b[kAcross] = {value.y, value.w};
+      bool kept[kAcross] = {true, true};
+      if constexpr (kMasked) {
+        const float2 keep = shared.keep[(step - kOutputLag) % kRing][slot];
+        kept[0] = keep.x != 0.f;
+        kept[1] = keep.y != 0.f;
+      }
+      const int output_row = row - kOutputLag;
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        by_mean[j] = slide(down_by_mean[j], by_mean[j]);
+        by_square[j] = slide(down_by_square[j], by_square[j]);
+        by_product[j] = slide(down_by_product[j], by_product[j]);
+        const float difference = a[j] - b[j];  // 0 where nothing counts
+        const float by_l1 = difference > 0.f ? scales.l1 : difference < 0.f ? -scales.l1 : 0.f;
+        const float by_ssim = fmaf(b[j], by_product[j], fmaf(2.f * a[j], by_square[j], by_mean[j]));
+        const float gradient = kept[j] ? fmaf(scales.ssim, by_ssim, by_l1) : 0.f;
+        const bool comes_out = static_cast<unsigned>(output_row - top) < outputs[j];
+        l1_sum += comes_out ? fabsf(difference) : 0.f;
+        if (comes_out && in.dL_drgb) dL_drgb[kChannels * j] = gradient;
+      }
+      dL_drgb += kChannels * width;
+    }
+    rows_entered.wait(step);
+    {  // the row that entered, and the centres it completes
+      float x[kAcross] = {}, y[kAcross] = {}, squares[kAcross] = {}, product[kAcross] = {},
+            held[kAcross] = {};
+#pragma unroll
+      for (int k = 0; k < kSpan; ++k) {
+        const float4 value = shared.values[step % kRing][threadIdx.x + kChannels * k];
+        const float a[kAcross] = {value.x, value.z}, b[kAcross] = {value.y, value.w};
+#pragma unroll
+        for (int i = 0; i < kAcross; ++i) {
+          add_tap(x, kAcross * k + i, a[i]);
+          add_tap(y, kAcross * k + i, b[i]);
+          add_tap(squares, kAcross * k + i, fmaf(a[i], a[i], b[i] * b[i]));
+          add_tap(product, kAcross * k + i, a[i] * b[i]);
+        }
+        if constexpr (kMasked) {
+          const float2 keep = shared.keep[step % kRing][threadIdx.x + kChannels * k];
+          add_tap(held, kAcross * k, keep.x);
+          add_tap(held, kAcross * k + 1, keep.y);
+        }
+      }
+      bool kept[kAcross] = {true, true};
+      if constexpr (kMasked) {
+        // Centres are five pixels, two slots and a half, from the pixels of their slot.
+        const float2* const keep = shared.keep[(step - kCentreLag) % kRing];
+        kept[0] = keep[threadIdx.x + kChannels * (kSsimRadius / kAcross)].y != 0.f;
+        kept[1] = keep[threadIdx.x + kChannels * (kSsimRadius / kAcross + 1)].x != 0.f;
+      }
+      const int centre_row = row - kCentreLag;
+      math::SsimDerivative derivative[kAcross];
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        float scale = 1.f;
+        if constexpr (kMasked) scale = math::reciprocal(slide(down_keep[j], held[j]));
+        const float mean_x = scale * slide(down_x[j], x[j]), mean_y = scale * slide(down_y[j], y[j]);
+        const float mean_squares = scale * slide(down_squares[j], squares[j]);
+        const float mean_product = scale * slide(down_product[j], product[j]);
+        const float value = math::ssim(mean_x, mean_y, mean_squares, mean_product, derivative[j]);
+        const bool counts = kept[j] && static_cast<unsigned>(centre_row - kSsimRadius) < centres[j];
+        if (counts && own_centre[j] && centre_row >= first_centre) ssim_sum += value;
+        derivative[j].by_mean = counts ? derivative[j].by_mean * scale : 0.f;
+        derivative[j].by_square = counts ? derivative[j].by_square * scale : 0.f;
+        derivative[j].by_product = counts ? derivative[j].by_product * scale : 0.f;
+      }
+      shared.slopes[step % kSlopeRing][threadIdx.x] = {derivative[0].by_mean, derivative[0].by_square,
+                                                       derivative[1].by_mean, derivative[1].by_square};
+      shared.products[step % kSlopeRing][threadIdx.x] = {derivative[0].by_product, derivative[1].by_product};
     }
   }
+  put_sums();
 }
 
-// SSIM's derivatives at the centres; returns the sum of the thread's SSIM values in the tile itself.
+// ---- L1 alone
+
+constexpr int kPack = 4;   // values that are read at once, where they are aligned
+constexpr int kPacks = 4;  // of a thread
+constexpr int kPiece = kThreads * kPacks * kPack;
+
+// A block takes kPiece values of a row of tiles, which are neighbours in memory. `packed`: images are aligned
+// to packs.
 template <bool kMasked>
-__device__ __forceinline__ float centres(const LossImages& images, int64_t top, int64_t left,
-                                         const float* keep, const float* along, float* derivative) {
-  constexpr int kGroups = (kCentresHigh + kDown - 1) / kDown;
-  static_assert(kGroups * kCentresWide <= kThreads);
-  if (threadIdx.x >= kGroups * kCentresWide) return 0.f;
-  const int c = threadIdx.x % kCentresWide, first = threadIdx.x / kCentresWide * kDown;
-  float mean[4 + kMasked][kDown];
+__global__ void __launch_bounds__(kThreads) l1_kernel(const __grid_constant__ LossInput in, bool packed) {
+  __shared__ double warp_sums[kWarps];
+  const LossImages& images = in.images;
+  const int64_t row_values = images.width * kChannels;
+  const int64_t tile = in.tiles.begin + blockIdx.y;
+  const int64_t end = min((tile + 1) * kHigh, images.height) * row_values;
+  const int64_t first = tile * kHigh * row_values + int64_t{blockIdx.x} * kPiece + kPack * threadIdx.x;
+  float scale = in.scales.l1;
+  if constexpr (kMasked) scale = scales_of(*in.device_counts, in.ssim_weight, in.share).l1;
+
+  float x[kPacks][kPack], y[kPacks][kPack];
 #pragma unroll
-  for (int map = 0; map < 4 + kMasked; ++map) {
-    windows_of(along + map * kAlong + first * kCentreStride + c, kCentreStride, kPixelsHigh - first,
-               mean[map]);
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t at = first + int64_t{p} * kThreads * kPack;
+    if (packed && at + kPack <= end) {
+      *reinterpret_cast<float4*>(x[p]) = *reinterpret_cast<const float4*>(images.rgb + at);
+      if (images.target_bytes) {
+        const uchar4 bytes = *reinterpret_cast<const uchar4*>(images.target_bytes + at);
+        y[p][0] = byte_value(bytes.x), y[p][1] = byte_value(bytes.y);
+        y[p][2] = byte_value(bytes.z), y[p][3] = byte_value(bytes.w);
+      } else {
+        *reinterpret_cast<float4*>(y[p]) = *reinterpret_cast<const float4*>(images.target + at);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) {
+        const bool inside = at + k < end;
+        x[p][k] = inside ? images.rgb[at + k] : 0.f;
+        y[p][k] = !inside               ? 0.f
+                  : images.target_bytes ? byte_value(images.target_bytes[at + k])
+                                        : images.target[at + k];
+      }
+    }
   }
   float sum = 0.f;
 #pragma unroll
-  for (int j = 0; j < kDown; ++j) {
-    const int r = first + j;
-    if (r >= kCentresHigh) continue;
-    const int64_t row = top + r - kSsimRadius, column = left + c - kSsimRadius;
-    bool valid = row >= kSsimRadius && row < images.height - kSsimRadius && column >= kSsimRadius &&
-                 column < images.width - kSsimRadius;
-    if constexpr (kMasked) valid = valid && keep[(r + kSsimRadius) * kPixelStride + c + kSsimRadius] != 0.f;
-    math::SsimDerivative d{0.f, 0.f, 0.f};
-    if (valid) {
-      float scale = 1.f;
-      if constexpr (kMasked) scale = 1.f / mean[4][j];
-      const float value =
-          math::ssim(mean[0][j] * scale, mean[1][j] * scale, mean[2][j] * scale, mean[3][j] * scale, d);
-      d = {d.by_mean * scale, d.by_square * scale, d.by_product * scale};
-      const bool own =
-          r >= kSsimRadius && r < kSsimRadius + kHigh && c >= kSsimRadius && c < kSsimRadius + kWide;
-      if (own) sum += value;
-    }
-    derivative[r * kCentreStride + c] = d.by_mean;
-    derivative[kCentres + r * kCentreStride + c] = d.by_square;
-    derivative[2 * kCentres + r * kCentreStride + c] = d.by_product;
-  }
-  return sum;
-}
-
-template <bool kMasked>
-__global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ LossInput in) {
-  extern __shared__ float shared[];
-  __shared__ double warp_sums[kWarps];
-  float* const x = shared;  // [36, 52] shifted values
-  float* const y = x + kPixels;
-  float* const keep = y + kPixels;  // 1 where the pixel counts; with a mask
-  float* const along =
-      keep + kMasked * kPixels;  // [36, 42] each: windows along the rows of x, y, squares, product, keep
-  float* const derivative = along + (4 + kMasked) * kAlong;  // [26, 42] each, of mean, square, product
-  float* const spread = along;  // [26, 32] each: windows along the rows of the derivatives
-
-  const LossImages& images = in.images;
-  const int64_t width = images.width, height = images.height;
-  const int64_t left = int64_t{blockIdx.x} * kWide, top = (int64_t{blockIdx.y} + in.first_tile_row) * kHigh;
-  const LossCounts counts = in.device_counts ? *in.device_counts : in.counts;
-  const bool with_ssim = counts.centres > 0;
-  const float l1_scale =
-      counts.pixels > 0
-          ? in.share * static_cast<float>((with_ssim ? 1.0 - static_cast<double>(in.ssim_weight) : 1.0) /
-                                          static_cast<double>(counts.pixels))
-          : 0.f;
-  const float ssim_scale = with_ssim ? in.share * static_cast<float>(-static_cast<double>(in.ssim_weight) /
-                                                                     static_cast<double>(counts.centres))
-                                     : 0.f;
-  double l1_sum = 0.0, ssim_sum = 0.0;
-
-  for (int channel = 0; channel < kChannels; ++channel) {
-    __syncthreads();  // of the channel before
-    if (with_ssim) {
-      for (int i = threadIdx.x; i < kPixelsWide * kPixelsHigh; i += kThreads) {
-        const int r = i / kPixelsWide, c = i % kPixelsWide, to = r * kPixelStride + c;
-        const int64_t row = top + r - 2 * kSsimRadius, column = left + c - 2 * kSsimRadius;
-        const bool inside = row >= 0 && row < height && column >= 0 && column < width;
-        const int64_t pixel = row * width + column;
-        const bool counts_here = inside && (!kMasked || images.mask[pixel]);
-        x[to] = counts_here ? images.rgb[kChannels * pixel + channel] - kSsimShift : 0.f;
-        y[to] = counts_here ? target_at(images, kChannels * pixel + channel) - kSsimShift : 0.f;
-        if constexpr (kMasked) keep[to] = counts_here ? 1.f : 0.f;
-      }
-      __syncthreads();
-      windows_along_rows<kMasked>(x, y, keep, along);
-      __syncthreads();
-      ssim_sum += centres<kMasked>(images, top, left, keep, along, derivative);
-      __syncthreads();
-      if (in.dL_drgb) {
-        for (int i = threadIdx.x; i < kCentresHigh * (kWide / kAcross); i += kThreads) {
-          const int r = i % kCentresHigh, c = i / kCentresHigh * kAcross;
-          for (int map = 0; map < 3; ++map) {
-            float sum[kAcross];
-            windows_of(derivative + map * kCentres + r * kCentreStride + c, 1, kAcross + 2 * kSsimRadius,
-                       sum);
-            for (int j = 0; j < kAcross; ++j) spread[map * kSpread + r * kSpreadStride + c + j] = sum[j];
-          }
-        }
-        __syncthreads();
-      }
-    }
-    const int c = threadIdx.x % kWide, r = threadIdx.x / kWide * kRows;
-    float by_mean[kRows] = {}, by_square[kRows] = {}, by_product[kRows] = {};
-    if (with_ssim && in.dL_drgb) {
-      const float* from = spread + r * kSpreadStride + c;
-      windows_of(from, kSpreadStride, kRows + 2 * kSsimRadius, by_mean);
-      windows_of(from + kSpread, kSpreadStride, kRows + 2 * kSsimRadius, by_square);
-      windows_of(from + 2 * kSpread, kSpreadStride, kRows + 2 * kSsimRadius, by_product);
-    }
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t at = first + int64_t{p} * kThreads * kPack;
+    float gradient[kPack];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const int64_t row = top + r + j, column = left + c;
-      if (row >= height || column >= width) continue;
-      const int64_t pixel = row * width + column, at = kChannels * pixel + channel;
-      if (kMasked && !images.mask[pixel]) {
-        if (in.dL_drgb) in.dL_drgb[at] = 0.f;
-        continue;
+    for (int k = 0; k < kPack; ++k) {
+      float difference = x[p][k] - y[p][k];
+      if constexpr (kMasked) {
+        if (at + k < end && !images.mask[(at + k) / kChannels]) difference = 0.f;
       }
-      const float value = images.rgb[at], target = target_at(images, at);
-      l1_sum += fabsf(value - target);
-      if (!in.dL_drgb) continue;
-      const float sign = static_cast<float>(value > target) - static_cast<float>(value < target);
-      in.dL_drgb[at] =
-          l1_scale * sign + ssim_scale * (by_mean[j] + 2.0f * (value - kSsimShift) * by_square[j] +
-                                          (target - kSsimShift) * by_product[j]);
+      sum += fabsf(difference);
+      gradient[k] = difference > 0.f ? scale : difference < 0.f ? -scale : 0.f;
+    }
+    if (!in.dL_drgb) continue;
+    if (packed && at + kPack <= end) {
+      *reinterpret_cast<float4*>(in.dL_drgb + at) = *reinterpret_cast<const float4*>(gradient);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) {
+        if (at + k < end) in.dL_drgb[at + k] = gradient[k];
+      }
     }
   }
-  const double l1 = block_sum(l1_sum, warp_sums), similarity = block_sum(ssim_sum, warp_sums);
-  if (threadIdx.x == 0) {
-    double* sums = in.sums + 2 * (int64_t{blockIdx.y} * gridDim.x + blockIdx.x);
-    sums[0] = l1;
-    sums[1] = similarity;
-  }
+  const double warp = warp_sum(sum);
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = warp;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  double block = 0.0;
+  for (int w = 0; w < kWarps; ++w) block += warp_sums[w];
+  in.sums[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] = {block, 0.0};
 }
 
 // Pixels and centres that a mask leaves; every shard counts the whole mask, which is less than asking the
@@ -286,13 +480,13 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ 
 __global__ void __launch_bounds__(kThreads) count_kernel(const uint8_t* mask, int64_t height, int64_t width,
                                                          bool any_centre, unsigned long long* counts) {
   int64_t pixels = 0, centres = 0;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < height * width;
-       i += int64_t{gridDim.x} * kThreads) {
-    if (!mask[i]) continue;
-    const int64_t row = i / width, column = i % width;
-    ++pixels;
-    centres += any_centre && row >= kSsimRadius && row < height - kSsimRadius && column >= kSsimRadius &&
-               column < width - kSsimRadius;
+  for (int64_t row = blockIdx.x; row < height; row += gridDim.x) {
+    const bool any = any_centre && row >= kSsimRadius && row < height - kSsimRadius;
+    for (int64_t column = threadIdx.x; column < width; column += kThreads) {
+      if (!mask[row * width + column]) continue;
+      ++pixels;
+      centres += any && column >= kSsimRadius && column < width - kSsimRadius;
+    }
   }
   for (int step = kWarp / 2; step > 0; step /= 2) {
     pixels += __shfl_down_sync(kAllLanes, pixels, step);
@@ -304,29 +498,31 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const uint8_t* mask, in
   }
 }
 
-// The tiles' sums in their order to loss, L1 and SSIM. One block of threads.
-__global__ void __launch_bounds__(kThreads)
-    total_kernel(const double* sums, int64_t tiles, LossCounts counts, const LossCounts* device_counts,
+// All sums in their order to loss, L1 and SSIM. One block of threads.
+constexpr int kTotalThreads = 1024;
+__global__ void __launch_bounds__(kTotalThreads)
+    total_kernel(const Sums* sums, int64_t count, LossCounts counts, const LossCounts* device_counts,
                  float ssim_weight, double* value, float* value_float) {
-  __shared__ double partial[kThreads];
-  double total[2];
-  for (int k = 0; k < 2; ++k) {
-    double sum = 0.0;
-    for (int64_t tile = threadIdx.x; tile < tiles; tile += kThreads) sum += sums[2 * tile + k];
-    partial[threadIdx.x] = sum;
+  __shared__ Sums partial[kTotalThreads];
+  Sums total{0.0, 0.0};
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < count; i += kTotalThreads) {
+    total.l1 += sums[i].l1;
+    total.ssim += sums[i].ssim;
+  }
+  partial[threadIdx.x] = total;
+  for (int step = kTotalThreads / 2; step > 0; step /= 2) {
     __syncthreads();
-    for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (threadIdx.x < step) partial[threadIdx.x] += partial[threadIdx.x + step];
-      __syncthreads();
+    if (threadIdx.x < step) {
+      partial[threadIdx.x].l1 += partial[threadIdx.x + step].l1;
+      partial[threadIdx.x].ssim += partial[threadIdx.x + step].ssim;
     }
-    total[k] = partial[0];
-    __syncthreads();
   }
   if (threadIdx.x != 0) return;
   if (device_counts) counts = *device_counts;
   const double weight = ssim_weight;
-  const double l1 = counts.pixels > 0 ? total[0] / static_cast<double>(counts.pixels) : 0.0;
-  const double similarity = counts.centres > 0 ? total[1] / static_cast<double>(counts.centres) : 1.0;
+  const double l1 = counts.pixels > 0 ? partial[0].l1 / static_cast<double>(counts.pixels) : 0.0;
+  const double similarity = counts.centres > 0 ? partial[0].ssim / static_cast<double>(counts.centres) : 1.0;
   const double loss = counts.centres > 0 ? (1.0 - weight) * l1 + weight * (1.0 - similarity) : l1;
   const double all[3] = {loss, l1, similarity};
   for (int k = 0; k < 3; ++k) {
@@ -335,60 +531,110 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// ---- launches
+
+bool aligned(const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+
+// Rows of tiles of a strip, so that the GPU is done soonest: a multiprocessor has one block at a time, and a
+// strip costs a step a row and those before its first.
+int64_t strip_tiles_of(int64_t tiles, int64_t strips, int device) {
+  int processors = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  int64_t best = tiles, least = std::numeric_limits<int64_t>::max();
+  for (int64_t bands = 1; bands <= std::min<int64_t>(tiles, 4 * processors); ++bands) {
+    const int64_t high = (tiles + bands - 1) / bands, blocks = strips * ((tiles + high - 1) / high);
+    const int64_t steps = (blocks + processors - 1) / processors * (high * kHigh + kWarmUp);
+    if (steps < least) least = steps, best = high;
+  }
+  return best;
+}
+
+// Launches on a shard, in its current stream; the sums are as many as it returns.
+Buffer<Sums> launch_band(const LossInput& in, bool with_ssim, int shard) {
+  const LossImages& images = in.images;
+  const cudaStream_t stream = shard_stream(shard);
+  const unsigned tile_rows = static_cast<unsigned>(in.tiles.size());
+  LossInput band = in;
+  Buffer<Sums> sums;
+  if (with_ssim) {
+    const int64_t strips = (images.width + kWide - 1) / kWide;
+    band.strip_tiles = strip_tiles_of(in.tiles.size(), strips, shard_device(shard));
+    sums = Buffer<Sums>(tile_rows * strips * kWarps, shard);
+    band.sums = sums.data();
+    const auto kernel = images.target_bytes
+                            ? (images.mask ? ssim_kernel<uint8_t, true> : ssim_kernel<uint8_t, false>)
+                            : (images.mask ? ssim_kernel<float, true> : ssim_kernel<float, false>);
+    const size_t bytes = images.mask ? sizeof(SharedRows<true>) : sizeof(SharedRows<false>);
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    const dim3 grid(static_cast<unsigned>(strips),
+                    static_cast<unsigned>((in.tiles.size() + band.strip_tiles - 1) / band.strip_tiles));
+    kernel<<<grid, kThreads, bytes, stream>>>(band);
+  } else {
+    const unsigned pieces = blocks_for(kHigh * images.width * kChannels, kPiece);
+    sums = Buffer<Sums>(int64_t{tile_rows} * pieces, shard);
+    band.sums = sums.data();
+    const bool packed = aligned(images.rgb, sizeof(float4)) && aligned(in.dL_drgb, sizeof(float4)) &&
+                        aligned(images.target, sizeof(float4)) &&
+                        aligned(images.target_bytes, sizeof(uchar4));
+    const auto kernel = images.mask ? l1_kernel<true> : l1_kernel<false>;
+    kernel<<<dim3(pieces, tile_rows), kThreads, 0, stream>>>(band, packed);
+  }
+  KERNEL_CHECK("loss", shard, in.tiles.size() * kHigh);
+  return sums;
+}
+
 // Value as doubles, as floats, or both, on the lead shard's GPU.
 void launch_loss(const LossImages& images, float ssim_weight, float share, float* dL_drgb, double* value,
                  float* value_float) {
   const int64_t height = images.height, width = images.width;
   const int shards = mesh().size();
-  const bool any_centre = height >= kSsimWindow && width >= kSsimWindow && ssim_weight != 0.f;
-  const LossCounts counts{
-      height * width * kChannels,
-      any_centre ? (height - 2 * kSsimRadius) * (width - 2 * kSsimRadius) * kChannels : 0};
-  const int64_t tile_rows = (height + kHigh - 1) / kHigh, tiles_across = (width + kWide - 1) / kWide;
-  std::vector<Buffer<double>> sums(static_cast<size_t>(shards));
+  const bool with_ssim = height >= kSsimWindow && width >= kSsimWindow && ssim_weight != 0.f;
+  const LossCounts counts{height * width * kChannels,
+                          with_ssim ? (height - 2 * kSsimRadius) * (width - 2 * kSsimRadius) * kChannels : 0};
+  const int64_t tile_rows = (height + kHigh - 1) / kHigh;
+  std::vector<Buffer<Sums>> sums(static_cast<size_t>(shards));
   std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));
   const auto run = [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);
     const RowRange band = equal_chunk(tile_rows, shard.index, shards);
-    const cudaStream_t stream = shard_stream(shard.index);
     if (images.mask && (shard.index == 0 || !band.empty())) {
       masked[index] = Buffer<LossCounts>(1, shard.index);
       zero(masked[index]);
-      const unsigned blocks = std::min(blocks_for(height * width, kThreads), 512u);
-      count_kernel<<<blocks, kThreads, 0, stream>>>(
-          images.mask, height, width, any_centre,
-          reinterpret_cast<unsigned long long*>(masked[index].data()));
+      const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(height, 1024));
+      count_kernel<<<blocks, kThreads, 0, shard_stream(shard.index)>>>(
+          images.mask, height, width, with_ssim, reinterpret_cast<unsigned long long*>(masked[index].data()));
       KERNEL_CHECK("loss", shard.index, height);
     }
     if (band.empty()) return;
-    sums[index] = Buffer<double>(2 * band.size() * tiles_across, shard.index);
-    const LossInput in{images,  ssim_weight,          share,
-                       counts,  masked[index].data(), static_cast<int>(band.begin),
-                       dL_drgb, sums[index].data()};
-    const dim3 grid(static_cast<unsigned>(tiles_across), static_cast<unsigned>(band.size()));
-    const auto kernel = images.mask ? loss_kernel<true> : loss_kernel<false>;
-    const size_t bytes = images.mask ? shared_bytes<true>() : shared_bytes<false>();
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-    kernel<<<grid, kThreads, bytes, stream>>>(in);
-    KERNEL_CHECK("loss", shard.index, band.size() * kHigh);
+    const LossInput in{.images = images,
+                       .ssim_weight = ssim_weight,
+                       .share = share,
+                       .scales = scales_of(counts, ssim_weight, share),
+                       .device_counts = masked[index].data(),
+                       .tiles = band,
+                       .dL_drgb = dL_drgb};
+    sums[index] = launch_band(in, with_ssim, shard.index);
   };
   for_each_shard("loss", run, Access::kExchange);  // bands read their neighbours' rows
 
   DeviceGuard guard(shard_device(0));
-  Buffer<double> all;
+  Buffer<Sums> all;
   if (shards > 1) {
-    all = Buffer<double>(2 * tile_rows * tiles_across, 0);
+    int64_t count = 0;
+    for (const Buffer<Sums>& part : sums) count += part.size();
+    all = Buffer<Sums>(count, 0);
+    int64_t begin = 0;
     for (int shard = 0; shard < shards; ++shard) {
-      const RowRange band = equal_chunk(tile_rows, shard, shards);
-      const Buffer<double>& part = sums[static_cast<size_t>(shard)];
-      copy_between(all.data() + 2 * band.begin * tiles_across, 0, part.data(), shard,
-                   part.size() * static_cast<int64_t>(sizeof(double)));
+      const Buffer<Sums>& part = sums[static_cast<size_t>(shard)];
+      copy_between(all.data() + begin, 0, part.data(), shard,
+                   part.size() * static_cast<int64_t>(sizeof(Sums)));
+      begin += part.size();
     }
   }
-  total_kernel<<<1, kThreads, 0, shard_stream(0)>>>(shards > 1 ? all.data() : sums[0].data(),
-                                                    tile_rows * tiles_across, counts, masked[0].data(),
-                                                    ssim_weight, value, value_float);
+  const Buffer<Sums>& whole = shards > 1 ? all : sums[0];
+  total_kernel<<<1, kTotalThreads, 0, shard_stream(0)>>>(whole.data(), whole.size(), counts, masked[0].data(),
+                                                         ssim_weight, value, value_float);
   KERNEL_CHECK("loss", 0, height);
   if (shards > 1) join_shards();  // the copies are made before the parts are freed
 }

@@ -35,8 +35,8 @@ struct LossValue {
 
 // Value and, unless dL_drgb ([height, width, 3]) is null, gradient. Each shard takes a band of rows with 5 +
 // 5 rows of its neighbours: 5 for the windows of its pixels, 5 more for the windows that those are part of.
-// Sums are taken row by row in double: the same bits on any mesh. The gradient is that of share * loss: a
-// step of several views trains on their mean.
+// Sums are taken of the same pixels and in the same order whatever the bands are: the same bits on any mesh.
+// The gradient is that of share * loss: a step of several views trains on their mean.
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share = 1.0f);
 
 // The same, with loss, L1 and SSIM written to `value` [3], memory of a tensor: the host does not wait for

@@ -841,6 +841,39 @@ void check_meshes() {
 
 // ---- loss: windows of 121 products in double
 
+// The gradient and, behind it, loss, L1 and SSIM.
+std::vector<float> loss_once(int64_t height, int64_t width, float ssim_weight) {
+  std::mt19937_64 engine(12);
+  std::uniform_real_distribution<float> unit(0.f, 1.f);
+  std::vector<float> x(static_cast<size_t>(height * width * 3)), y(x.size());
+  for (float& value : x) value = unit(engine);
+  for (float& value : y) value = unit(engine);
+  const Buffer<float> dx = to_buffer(x, 0), dy = to_buffer(y, 0);
+  Buffer<float> gradient(dx.size(), 0), value(3, 0);
+  LossImages images;
+  images.rgb = dx.data();
+  images.target = dy.data();
+  images.height = height;
+  images.width = width;
+  l1_ssim_into(images, ssim_weight, gradient.data(), value.data());
+  std::vector<float> out = to_vector(gradient);
+  for (const float part : to_vector(value)) out.push_back(part);
+  return out;
+}
+
+void check_loss_meshes() {
+  for (const float weight : {0.2f, 0.f}) {
+    set_mesh({"cuda:0"});
+    const std::vector<float> one = loss_once(333, 400, weight);
+    for (const int shards : {2, 3, 4, 7}) {
+      set_mesh(std::vector<std::string>(static_cast<size_t>(shards), "cuda:0"));
+      const int64_t differ = bits_that_differ(one, loss_once(333, 400, weight));
+      report("[1 against " + std::to_string(shards) + " shards] loss", "floats differ",
+             static_cast<double>(differ), 0);
+    }
+  }
+}
+
 void check_loss(int64_t height, int64_t width, bool bytes, bool masked, float ssim_weight) {
   char name[120];
   std::snprintf(name, sizeof name, "[%d shards] loss %lldx%lld%s%s w%.1f", mesh().size(),
@@ -1100,6 +1133,51 @@ void time_scene(int64_t rows, int width, int height, float log_scale) {
   reset_temporary_peak();
 }
 
+// Microseconds of the loss alone.
+void time_loss(int64_t height, int64_t width) {
+  std::vector<float> x(static_cast<size_t>(height * width * 3));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i * 2654435761u % 1024u) / 1023.f;
+  const std::vector<uint8_t> bytes(x.size(), 99), mask(static_cast<size_t>(height * width), 1);
+  const Buffer<float> dx = to_buffer(x, 0), dy = to_buffer(x, 0);
+  const Buffer<uint8_t> dy_bytes = to_buffer(bytes, 0), dmask = to_buffer(mask, 0);
+  Buffer<float> gradient(dx.size(), 0), value(3, 0);
+  std::printf("loss %lldx%lld, us:", static_cast<long long>(width), static_cast<long long>(height));
+  for (const bool masked : {false, true}) {
+    for (const bool as_bytes : {true, false}) {
+      for (const float weight : {0.f, 0.2f}) {
+        LossImages images;
+        images.rgb = dx.data();
+        images.target = as_bytes ? nullptr : dy.data();
+        images.target_bytes = as_bytes ? dy_bytes.data() : nullptr;
+        images.mask = masked ? dmask.data() : nullptr;
+        images.height = height;
+        images.width = width;
+        std::chrono::steady_clock::time_point start;
+        const int rounds = 40;
+        for (int round = -5; round < rounds; ++round) {
+          if (round == 0) {
+            synchronise_shards();
+            start = std::chrono::steady_clock::now();
+          }
+          l1_ssim_into(images, weight, gradient.data(), value.data());
+        }
+        synchronise_shards();
+        const double seconds =
+            std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        std::printf(" %s%s%s %.1f", weight > 0.f ? "SSIM" : "L1", as_bytes ? " uint8" : "",
+                    masked ? " mask" : "", 1e6 * seconds / rounds);
+      }
+    }
+  }
+  std::printf("\n");
+}
+
+void time_losses() {
+  time_loss(420, 648);
+  time_loss(1244, 1920);
+  time_loss(2489, 3840);
+}
+
 std::vector<std::string> virtual_shards(int count) {
   return std::vector<std::string>(static_cast<size_t>(count), "cuda:0");
 }
@@ -1114,6 +1192,17 @@ void check_small(const std::vector<std::string>& names) {
   check_relocation(2000);
 }
 
+void check_losses() {
+  check_loss(40, 50, false, false, 0.2f);
+  check_loss(77, 91, true, true, 0.2f);
+  check_loss(9, 30, false, true, 0.2f);
+  check_loss(33, 70, true, false, 0.f);
+  check_loss(50, 37, false, true, 0.f);
+  check_loss(11, 11, true, false, 1.f);
+  check_loss(170, 310, true, false, 0.2f);  // several strips and bands
+  check_loss(150, 151, false, true, 0.2f);
+}
+
 void check_all(const std::vector<std::string>& names) {
   set_mesh(names);
   check_scene(0, 1, 100, 60, false, false, false, 3);
@@ -1124,34 +1213,41 @@ void check_all(const std::vector<std::string>& names) {
   check_scene(50000, 1, 400, 300, true, false, false, 3);
   check_scene(50000, 2, 320, 240, false, true, true, 2);
   check_two_frames(4000);
-  check_loss(40, 50, false, false, 0.2f);
-  check_loss(77, 91, true, true, 0.2f);
-  check_loss(9, 30, false, true, 0.2f);
-  check_loss(33, 70, true, false, 0.f);
+  check_losses();
   check_relocation(17);
   check_relocation(30000);
 }
 
 }  // namespace
 
-// check_stages [check|small|time|all] [shard names, default: meshes of 1, 3 and 4 on GPU 0]
+// check_stages [check|small|loss|time|all] [shard names, default: meshes of 1, 3 and 4 on GPU 0]
 int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "all";
   set_num_threads(16);
   try {
     if (what == "small") {
       check_small(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(3));
+    } else if (what == "loss") {
+      for (const int shards : {1, 3}) {
+        set_mesh(virtual_shards(shards));
+        check_losses();
+      }
+      check_loss_meshes();
+      set_mesh(virtual_shards(1));
+      time_losses();
     } else if (what != "time") {
       if (count > 2) {
         check_all(std::vector<std::string>(arguments + 2, arguments + count));
       } else {
         for (const int shards : {1, 3, 4}) check_all(virtual_shards(shards));
         check_meshes();
+        check_loss_meshes();
       }
     }
     if (what == "time" || what == "all") {
       set_mesh(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(1));
       std::printf("%d shards\n", mesh().size());
+      time_losses();
       time_scene(112000, 1920, 1244, -4.5f);
       time_scene(2800000, 1920, 1244, -5.3f);
       time_scene(9000000, 3840, 2489, -6.f);
