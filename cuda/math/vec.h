@@ -43,6 +43,16 @@ HOST_DEVICE inline float quick_divide(float a, float b) {
 #endif
 }
 
+HOST_DEVICE inline float quick_inverse(float x) {
+#if defined(__CUDA_ARCH__)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1.f / x;
+#endif
+}
+
 HOST_DEVICE inline float dot3(const float a[3], const float b[3]) {
   return a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
 }

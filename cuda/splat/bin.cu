@@ -64,9 +64,6 @@ __global__ void __launch_bounds__(kThreads)
 __device__ __forceinline__ void set_entry(int32_t& entry, int64_t record, int64_t) {
   entry = static_cast<int32_t>(record);
 }
-__device__ __forceinline__ void set_entry(TileEntry& entry, int64_t record, int64_t ordinal) {
-  entry = {static_cast<int32_t>(record), static_cast<int32_t>(ordinal)};
-}
 
 // Where one record's pairs go: never outside [first, last), whatever the roundings of a second evaluation
 // say.
@@ -215,14 +212,7 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
     KERNEL_CHECK("bin", self, records);
     exclusive_sum(ordered_count.data(), offset.data(), records + 1, self);
   }
-  if (frame.settings.deterministic && frame.settings.wanted_backward) {  // gradient slots, record by record
-    owner.slot_begin = Buffer<int64_t>(records + 1, self);
-    zero_bytes(tile_count.data() + records, sizeof(int32_t), self);
-    exclusive_sum(tile_count.data(), owner.slot_begin.data(), records + 1, self);
-    split_by_tile_of_any_width(in, order, offset, self, owner, owner.entry);
-  } else {
-    split_by_tile_of_any_width(in, order, offset, self, owner, owner.entry_record);
-  }
+  split_by_tile_of_any_width(in, order, offset, self, owner, owner.entry_record);
 }
 
 }  // namespace

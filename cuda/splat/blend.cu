@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// blend.cu: forward, one block a tile and one thread a pixel; back, one warp a bucket of 32 records and one
-// lane a record, past which the pixels march (as Taming 3DGS, Mallick et al. 2024, and Faster-GS). Formulas:
-// math/tile.h, math/blend_front.h.
+// blend.cu: tiles of 16x16 pixels are culled by patches of 8x4, one warp each. Forward: one block a tile.
+// Back: one warp a bucket of up to 32 records that light a patch, as they were met. Formulas: math/patch.h.
+//
+// Back, a lane is a pixel and walks the records front to back; the sums over pixels, which are linear, are
+// matrix products on the tensor cores: dL_dsigma [records, pixels] times the monomials of the pixel's place
+// in the patch, and weight [records, pixels] times dL_drgbd [pixels, 4]. Operands are split into two parts of
+// 11 bits, so that what is lost is in the 22nd. Floor: docs/benchmarks.md. Needs sm_80.
 #include "splat/blend.h"
 
 #include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "math/blend_front.h"
+#include "math/patch.h"
 #include "memory/transfer.h"
 #include "splat/kernels.h"
 
@@ -16,319 +20,468 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int kBucket = 32;              // records a warp walks back together
-constexpr int kPatchX = 8, kPatchY = 4;  // pixels of one warp of the forward kernel
-constexpr float kCullMargin = 0.01f;     // px; more than the roundings of the box test
-static_assert(kThreads == kTilePixels && kBucket == kWarp && kPatchX * kPatchY == kWarp);
+constexpr int kBucket = 32;      // records a warp walks back together
+constexpr int kTogether = 4;     // records whose alphas are taken before the first of them is blended
+constexpr int kFewViews = 8;     // views whose images are named in a kernel's arguments
+constexpr int kHeavyTile = 256;  // records; tiles with more than this and twice the mean start first
+static_assert(kThreads == kTilePixels && kWarps == math::kTilePatches && kBucket == kWarp);
+static_assert(math::kPatchX * math::kPatchY == kWarp);
 
-// Where a tile lies in its view. Pixel `i` of the tile is (x + i % 16, y + i / 16).
+// ---- images
+
+struct ViewImages {
+  ImagePointers image;
+  ImageGradPointers grad;  // on the way back
+  int width, height, tiles_x;
+  int64_t tile_begin;
+};
+
+// Of all views, as a kernel's argument.
+struct ViewList {
+  ViewImages few[kFewViews];
+  const ViewImages* many;  // null: all are in `few`
+  int count;
+
+  __device__ __forceinline__ const ViewImages& operator[](int v) const { return many ? many[v] : few[v]; }
+};
+
+ViewList view_list(const Frame& frame, const std::vector<ImageGradPointers>* grads, int self,
+                   Buffer<ViewImages>& storage) {
+  std::vector<ViewImages> all;
+  for (size_t v = 0; v < frame.views.size(); ++v) {
+    const View& view = frame.views[v];
+    all.push_back({frame.images[v], grads ? (*grads)[v] : ImageGradPointers{}, view.width, view.height,
+                   view.tiles_x, view.tile_begin});
+  }
+  ViewList list{};
+  list.count = static_cast<int>(all.size());
+  if (list.count <= kFewViews) {
+    std::copy(all.begin(), all.end(), list.few);
+  } else {
+    storage = to_buffer(all, self);
+    list.many = storage.data();
+  }
+  return list;
+}
+
+// Where a tile lies.
 struct TilePlace {
-  int view, x, y, columns, rows;
+  int view, x, y;  // first pixel
 };
 
-__device__ __forceinline__ TilePlace place_of(const View* views, int num_views, int64_t tile) {
-  int v = num_views - 1;
+__device__ __forceinline__ TilePlace place_of(const ViewList& views, int64_t tile) {
+  int v = views.count - 1;
   while (v > 0 && views[v].tile_begin > tile) --v;
-  const View& view = views[v];
-  const int64_t local = tile - view.tile_begin;
-  TilePlace place;
-  place.view = v;
-  place.x = static_cast<int>(local % view.tiles_x) * kTileSize;
-  place.y = static_cast<int>(local / view.tiles_x) * kTileSize;
-  place.columns = view.width - place.x < kTileSize ? view.width - place.x : kTileSize;
-  place.rows = view.height - place.y < kTileSize ? view.height - place.y : kTileSize;
-  return place;
-}
-
-// Everything the kernels read of one owner; Entry is int32_t or TileEntry.
-template <typename Entry>
-struct BlendInput {
-  const View* views;
-  int num_views;
-  int64_t first_tile;
-  const Record* record;
-  const float2* half_extent;
-  const Entry* entry;
-  const int64_t* tile_begin;
-};
-
-__device__ __forceinline__ int32_t record_of(int32_t entry) { return entry; }
-__device__ __forceinline__ int32_t record_of(TileEntry entry) { return entry.record; }
-
-// Index into bucket_state of a tile's bucket, from its second one on: tiles cannot collide, because
-// floor(begin / 32) + floor((length - 1) / 32) <= floor((begin + length) / 32).
-__device__ __forceinline__ int64_t state_of(int64_t tile_begin, int64_t bucket) {
-  return tile_begin / kBucket + bucket - 1;
-}
-
-// sigma's terms of a record in the row of pixels at `dy`, rounded in one way only, so that forward and
-// backward agree.
-__device__ __forceinline__ math::BlendRow blend_row(float x, const float conic[3], float opacity, float y,
-                                                    float y_centre) {
-  const float mean2d[2] = {x, y};
-  math::BlendRow row = math::make_blend_row(mean2d, conic, opacity, y_centre);
-  round_now(row.b_dy);
-  round_now(row.half_c_dy2);
-  return row;
+  const uint32_t local = static_cast<uint32_t>(tile - views[v].tile_begin);
+  const uint32_t across = static_cast<uint32_t>(views[v].tiles_x), row = local / across;
+  return {v, static_cast<int>(local - row * across) * kTileSize, static_cast<int>(row) * kTileSize};
 }
 
 // ---- forward
 
-struct BlendTarget {
-  float* transmittance;   // [tiles, 256]
-  int32_t* contributors;  // [tiles, 256]
-  float* pixels;          // [tiles, 4, 256]
-  float4* state;          // [buckets, 256]; null: no way back
-  float* state_depth;     // [buckets, 256]
-  TileBucket* active;
-  int32_t* active_count;
+// What of a record a pixel reads, in shared memory.
+struct StagedRecord {
+  float4 shape;   // x, y, falloff a, b
+  float4 rest;    // falloff c, opacity, the record's number, unused
+  float4 colour;  // red, green, blue, depth
+};
+constexpr int kStagedBytes = sizeof(StagedRecord);
+static_assert(kStagedBytes == 48 && kStagedBytes * (kThreads + 1) < 1 << 16);
+
+__device__ __forceinline__ StagedRecord staged(const Record& record, int32_t id) {
+  const math::Falloff g = math::make_falloff(record.mean2d, record.conic, record.opacity);
+  return {make_float4(g.x, g.y, g.a, g.b), make_float4(g.c, g.opacity, __int_as_float(id), 0.f),
+          make_float4(record.rgb[0], record.rgb[1], record.rgb[2], record.depth)};
+}
+
+__device__ __forceinline__ float uncapped_alpha(const StagedRecord& r, float x, float y) {
+  const float4 shape = r.shape, rest = r.rest;
+  return math::uncapped_alpha(math::Falloff{shape.x, shape.y, shape.z, shape.w, rest.x, rest.y}, x - shape.x,
+                              y - shape.y);
+}
+
+struct BlendInput {
+  int64_t first_tile, tiles;
+  const Record* record;
+  const float2* half_extent;
+  const int32_t* entry;
+  const int64_t* tile_begin;
+  const int32_t* heavy;        // tiles to start first
+  const int32_t* heavy_count;  // how many; at most `heavy_room`
+  int64_t heavy_room;
+  int64_t heavy_length;  // tiles with more entries are in `heavy`
+  float background[3];
 };
 
-template <bool kDepth, typename Entry>
+struct BucketTarget {  // all null: no way back
+  PatchBucket* bucket;
+  int32_t* count;
+  int32_t* record;
+  float4* state;
+  float* depth;
+  int32_t room;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    blend_kernel(const __grid_constant__ BlendInput<Entry> in, const __grid_constant__ BlendTarget out) {
-  __shared__ float4 s_shape[kThreads];   // x, y, conic xx, conic xy
-  __shared__ float4 s_colour[kThreads];  // red, green, blue, depth
-  __shared__ float4 s_rest[kThreads];    // conic yy, opacity, half extents
-  __shared__ int32_t s_deepest;
-  __shared__ int32_t s_active;
+    find_heavy_kernel(const int64_t* tile_begin, int64_t tiles, int64_t length, int32_t* heavy,
+                      int32_t* heavy_count) {
+  const int64_t tile = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (tile < tiles && tile_begin[tile + 1] - tile_begin[tile] > length)
+    heavy[atomicAdd(heavy_count, 1)] = static_cast<int32_t>(tile);
+}
 
-  const int64_t tile = blockIdx.x;
-  const TilePlace place = place_of(in.views, in.num_views, in.first_tile + tile);
+__device__ __forceinline__ void copy_16(void* to_shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to_shared))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void copy_8(void* to_shared, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to_shared))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Records on their way into shared memory; a thread reads only what it asked for itself.
+struct Incoming {
+  Record record[kThreads];
+  float2 half_extent[kThreads];
+
+  __device__ __forceinline__ void ask(const BlendInput& in, int32_t id) {
+    float4* to = reinterpret_cast<float4*>(record + threadIdx.x);
+    const float4* from = reinterpret_cast<const float4*>(in.record + id);
+    for (int i = 0; i < 3; ++i) copy_16(to + i, from + i);
+    copy_8(half_extent + threadIdx.x, in.half_extent + id);
+  }
+};
+
+// Appends to a list in shared memory, whose end is `to`, if a lane says so. Spelled out, because the compiler
+// makes a branch of it and computes the address anew. Who reads the list calls __syncwarp() first.
+__device__ __forceinline__ void append_if_any(float positive, int32_t value, uint32_t& to) {
+  asm volatile(
+      "{\n"
+      ".reg .pred any;\n"
+      "setp.gt.f32 any, %2, 0f00000000;\n"
+      "vote.sync.any.pred any, any, 0xffffffff;\n"
+      "@any st.shared.b32 [%0], %1;\n"
+      "@any add.u32 %0, %0, 4;\n"
+      "}"
+      : "+r"(to)
+      : "r"(value), "f"(positive));
+}
+
+template <bool kDepth, bool kBackward>
+__global__ void __launch_bounds__(kThreads)
+    blend_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BlendInput in,
+                 const __grid_constant__ BucketTarget out) {
+  __shared__ Incoming s_incoming;
+  __shared__ StagedRecord s_batch[kThreads + 1];                        // the last one nobody sees
+  __shared__ alignas(8) uint16_t s_list[kWarps][kThreads + kTogether];  // bytes from s_batch to a record
+  __shared__ int32_t s_lit[kWarps][kBucket];                            // records of the bucket being filled
+  __shared__ uint8_t s_met[kThreads];                                   // patches, a bit each
+  __shared__ int32_t s_first_slot, s_slots;
+
+  int64_t tile = int64_t{blockIdx.x} - in.heavy_room, begin, count;
+  if (tile < 0) {
+    if (blockIdx.x >= *in.heavy_count) return;
+    tile = in.heavy[blockIdx.x];
+    begin = in.tile_begin[tile];
+    count = in.tile_begin[tile + 1] - begin;
+  } else {
+    begin = in.tile_begin[tile];
+    count = in.tile_begin[tile + 1] - begin;
+    if (count > in.heavy_length) return;
+  }
+  const TilePlace place = place_of(views, in.first_tile + tile);
+  const ViewImages& view = views[place.view];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int patch_x = warp % 2 * kPatchX, patch_y = warp / 2 * kPatchY;
-  const int column = patch_x + lane % kPatchX, row = patch_y + lane / kPatchX;
-  const int pixel = row * kTileSize + column;
-  const float x = static_cast<float>(place.x + column) + 0.5f, y = static_cast<float>(place.y + row) + 0.5f;
-  const float middle_x = static_cast<float>(place.x + patch_x) + 0.5f * kPatchX;
-  const float middle_y = static_cast<float>(place.y + patch_y) + 0.5f * kPatchY;
-  constexpr float kReachX = 0.5f * (kPatchX - 1) + kCullMargin, kReachY = 0.5f * (kPatchY - 1) + kCullMargin;
+  const int patch_x = place.x + warp % math::kPatchesAcross * math::kPatchX;
+  const int patch_y = place.y + warp / math::kPatchesAcross * math::kPatchY;
+  const int column = patch_x + lane % math::kPatchX, row = patch_y + lane / math::kPatchX;
+  const bool inside = column < view.width && row < view.height;
+  const float x = static_cast<float>(column) + 0.5f, y = static_cast<float>(row) + 0.5f;
 
-  float live = column < place.columns && row < place.rows ? 1.f : 0.f;
-  float kept = 1.f;
+  math::PatchPixel pixel{1.f, inside ? math::kAlphaMin : math::kNever};
+  const auto alive = [&] { return pixel.least < math::kNever; };
   float red = 0.f, green = 0.f, blue = 0.f, depth = 0.f;
-  int32_t contributors = 0;
-  if (threadIdx.x == 0) s_deepest = 0;
+  // before the bucket that is being filled
+  float4 start = make_float4(inside ? 1.f : -1.f, 0.f, 0.f, 0.f);
+  float start_depth = 0.f;
+  const uint32_t lit_begin = static_cast<uint32_t>(__cvta_generic_to_shared(s_lit[warp]));
+  uint32_t lit_end = lit_begin;  // its records, 4 bytes each
+  int32_t slot = -1;             // where it will go; lane 0 knows
 
-  const int64_t begin = in.tile_begin[tile], count = in.tile_begin[tile + 1] - begin;
+  const auto close_bucket = [&] {
+    const int32_t to = __shfl_sync(kAllLanes, slot, 0);
+    if (to >= out.room) __trap();  // cannot be: there is room for all that can be met
+    const int lit = static_cast<int>(lit_end - lit_begin) / 4;
+    __syncwarp();
+    out.record[int64_t{to} * kBucket + lane] = s_lit[warp][lane];
+    out.state[int64_t{to} * kBucket + lane] = start;
+    if constexpr (kDepth) out.depth[int64_t{to} * kBucket + lane] = start_depth;
+    if (lane == 0) {
+      out.bucket[to] = {static_cast<int32_t>(tile) * math::kTilePatches + warp, place.view * 64 + lit,
+                        patch_x, patch_y};
+    }
+    __syncwarp();
+    start = make_float4(alive() ? pixel.transmittance : -1.f, red, green, blue);
+    start_depth = depth;
+    lit_end = lit_begin;
+    slot = -1;
+  };
+
+  if (threadIdx.x == 0) {
+    s_batch[kThreads] = StagedRecord{};
+    s_slots = 0;
+    if (kBackward && count > 0) s_first_slot = atomicAdd(out.count, kWarps);
+  }
+  // the entry of a batch is known a batch before its records are asked for, and these a batch before their
+  // use
+  int32_t id = 0, next_id = 0;
+  if (threadIdx.x < count) {
+    id = in.entry[begin + threadIdx.x];
+    s_incoming.ask(in, id);
+  }
+  if (kThreads + threadIdx.x < count) next_id = in.entry[begin + kThreads + threadIdx.x];
   for (int64_t batch = 0; batch < count; batch += kThreads) {
-    if (__syncthreads_count(live > 0.f) == 0) break;
+    StagedRecord mine{};
+    uint32_t met = 0;
+    copies_done();
     if (batch + threadIdx.x < count) {
-      const int32_t r = record_of(in.entry[begin + batch + threadIdx.x]);
-      const Record record = load48(in.record + r);
-      const float2 half = in.half_extent[r];
-      s_shape[threadIdx.x] =
-          make_float4(record.mean2d[0], record.mean2d[1], record.conic[0], record.conic[1]);
-      s_colour[threadIdx.x] = make_float4(record.rgb[0], record.rgb[1], record.rgb[2], record.depth);
-      s_rest[threadIdx.x] = make_float4(record.conic[2], record.opacity, half.x, half.y);
+      const Record& record = s_incoming.record[threadIdx.x];
+      const float2 half = s_incoming.half_extent[threadIdx.x];
+      const float half_extent[2] = {half.x, half.y};
+      met = math::patches_met(record.mean2d, record.conic, half_extent, static_cast<float>(place.x),
+                              static_cast<float>(place.y));
+      mine = staged(record, id);
+    }
+    if (!__syncthreads_or(alive())) break;  // and nobody reads the batch before
+    s_batch[threadIdx.x] = mine;
+    s_met[threadIdx.x] = static_cast<uint8_t>(met);
+    if (batch + kThreads + threadIdx.x < count) {
+      id = next_id;
+      s_incoming.ask(in, id);
+      if (batch + 2 * kThreads + threadIdx.x < count)
+        next_id = in.entry[begin + batch + 2 * kThreads + threadIdx.x];
     }
     __syncthreads();
+    if (!__any_sync(kAllLanes, alive())) continue;
+
     const int held = count - batch < kThreads ? static_cast<int>(count - batch) : kThreads;
-    for (int first = 0; first < held; first += kBucket) {
-      if (!__any_sync(kAllLanes, live > 0.f)) break;
-      if (out.state && live > 0.f && batch + first > 0) {
-        const int64_t at = state_of(begin, (batch + first) / kBucket) * kTilePixels + pixel;
-        out.state[at] = make_float4(kept, red, green, blue);
-        if constexpr (kDepth) out.state_depth[at] = depth;
+    uint16_t* list = s_list[warp];
+    int length = 0;
+    for (int first = 0; first < held; first += kWarp) {
+      const bool meets = s_met[first + lane] >> warp & 1;
+      const unsigned lanes = __ballot_sync(kAllLanes, meets);
+      if (meets)
+        list[length + __popc(lanes & ((1u << lane) - 1u))] =
+            static_cast<uint16_t>((first + lane) * kStagedBytes);
+      length += __popc(lanes);
+    }
+    if (lane < kTogether) list[length + lane] = kThreads * kStagedBytes;
+    __syncwarp();
+
+    const char* base = reinterpret_cast<const char*>(s_batch);
+    for (int at = 0; at < length; at += kTogether) {
+      const uint2 packed = *reinterpret_cast<const uint2*>(list + at);
+      const uint32_t offset[kTogether] = {packed.x & 0xffffu, packed.x >> 16, packed.y & 0xffffu,
+                                          packed.y >> 16};
+      float raw_alpha[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        raw_alpha[i] = uncapped_alpha(*reinterpret_cast<const StagedRecord*>(base + offset[i]), x, y);
       }
-      bool meets = false;
-      if (first + lane < held) {
-        const float4 shape = s_shape[first + lane], rest = s_rest[first + lane];
-        meets = fabsf(shape.x - middle_x) <= rest.z * 1.000001f + kReachX &&
-                fabsf(shape.y - middle_y) <= rest.w * 1.000001f + kReachY;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const StagedRecord& r = *reinterpret_cast<const StagedRecord*>(base + offset[i]);
+        const float4 colour = r.colour;
+        const math::PatchStep step = math::patch_step(raw_alpha[i], pixel);
+        const float weight = step.alpha * step.before;
+        red = math::mul_add(weight, colour.x, red);
+        green = math::mul_add(weight, colour.y, green);
+        blue = math::mul_add(weight, colour.z, blue);
+        if constexpr (kDepth) depth = math::mul_add(weight, colour.w, depth);
+        if constexpr (kBackward) append_if_any(step.alpha, __float_as_int(r.rest.z), lit_end);
       }
-      for (unsigned left = __ballot_sync(kAllLanes, meets); left; left &= left - 1) {
-        const int i = first + __ffs(left) - 1;
-        const float4 shape = s_shape[i], rest = s_rest[i];
-        const float conic[3] = {shape.z, shape.w, rest.x};
-        const math::BlendRow g = blend_row(shape.x, conic, rest.y, shape.y, y);
-        float raw_alpha = math::uncapped_alpha(g, x - g.x);
-        round_now(raw_alpha);
-        bool contributes;
-        const float weight = math::blend_step(raw_alpha, live, kept, contributes);
-        if (contributes) {
-          const float4 colour = s_colour[i];
-          red = weight * colour.x + red;
-          green = weight * colour.y + green;
-          blue = weight * colour.z + blue;
-          if constexpr (kDepth) depth = weight * colour.w + depth;
-          contributors = static_cast<int32_t>(batch + i + 1);
+      if constexpr (kBackward) {
+        if (lit_end != lit_begin && slot < 0) {  // asked for early: it is used when the bucket is full
+          slot = 0;
+          if (lane == 0) {
+            const int32_t own = atomicAdd(&s_slots, 1);
+            slot = own < kWarps ? s_first_slot + own : atomicAdd(out.count, 1);
+          }
         }
+        if (lit_end > lit_begin + 4 * (kBucket - kTogether)) close_bucket();
       }
+      if (!__any_sync(kAllLanes, alive())) break;
     }
   }
-
-  const int64_t at = tile * kTilePixels + pixel;
-  out.transmittance[at] = kept;
-  out.contributors[at] = contributors;
-  float* planes = out.pixels + tile * 4 * kTilePixels + pixel;
-  planes[0] = red;
-  planes[kTilePixels] = green;
-  planes[2 * kTilePixels] = blue;
-  planes[3 * kTilePixels] = depth;
-
-  if (!out.active) return;
-  __syncthreads();
-  const int deepest = __reduce_max_sync(kAllLanes, contributors);
-  if (lane == 0) atomicMax(&s_deepest, deepest);
-  __syncthreads();
-  const int buckets = (s_deepest + kBucket - 1) / kBucket;
-  if (threadIdx.x == 0 && buckets > 0) s_active = atomicAdd(out.active_count, buckets);
-  __syncthreads();
-  for (int bucket = threadIdx.x; bucket < buckets; bucket += kThreads) {
-    out.active[s_active + bucket] = {static_cast<int32_t>(tile), bucket};
+  if constexpr (kBackward) {
+    if (lit_end != lit_begin) close_bucket();
+    if (count > 0) {
+      __syncthreads();
+      if (threadIdx.x < kWarps && threadIdx.x >= s_slots)  // not needed
+        out.bucket[s_first_slot + threadIdx.x] = PatchBucket{};
+    }
+  }
+  copies_done();
+  if (!inside) return;
+  const int64_t to = int64_t{row} * view.width + column;
+  float* rgb = view.image.rgb + 3 * to;
+  rgb[0] = math::mul_add(pixel.transmittance, in.background[0], red);
+  rgb[1] = math::mul_add(pixel.transmittance, in.background[1], green);
+  rgb[2] = math::mul_add(pixel.transmittance, in.background[2], blue);
+  view.image.accumulation[to] = 1.f - pixel.transmittance;
+  if constexpr (kDepth) {
+    if (view.image.depth) view.image.depth[to] = depth;
   }
 }
 
-template <typename Entry>
-BlendInput<Entry> blend_input(const Frame& frame, int self, const Buffer<Entry>& entry) {
-  const TileOwner& owner = frame.owners[static_cast<size_t>(self)];
-  return {frame.constants[static_cast<size_t>(self)].views.data(),
-          static_cast<int>(frame.views.size()),
-          owner.tiles.begin,
-          received_records(frame, self),
-          reinterpret_cast<const float2*>(owner.half_extent.data()),
-          entry.data(),
-          owner.tile_begin.data()};
-}
-
-template <typename Entry>
-void blend_owner(const Frame& frame, int self, TileOwner& owner, const Buffer<Entry>& entry) {
+void blend_owner(const Frame& frame, int self, TileOwner& owner) {
   const int64_t tiles = owner.tiles.size();
   const bool backward = frame.settings.wanted_backward, depth = frame.settings.wanted_depth;
-  const int64_t states = backward ? owner.pairs / kBucket + 1 : 0;
-  owner.transmittance = Buffer<float>(tiles * kTilePixels, self);
-  owner.contributors = Buffer<int32_t>(tiles * kTilePixels, self);
-  owner.pixels = Buffer<float>(tiles * 4 * kTilePixels, self);
-  owner.bucket_state = Buffer<float>(states * kTilePixels * 4, self);
-  owner.bucket_depth = Buffer<float>(depth ? states * kTilePixels : 0, self);
-  owner.active_bucket = Buffer<TileBucket>(backward ? owner.pairs / kBucket + tiles : 0, self);
-  owner.active_count = Buffer<int32_t>(1, self);
-  zero(owner.active_count);
+  // a bucket is closed with 29 records at least, but for a patch's last one
+  const int64_t patch_pairs = owner.patch_pairs > 0 ? owner.patch_pairs : math::kTilePatches * owner.pairs;
+  const int64_t room =
+      backward && owner.pairs > 0 ? patch_pairs / (kBucket - kTogether + 1) + math::kTilePatches * tiles : 0;
+  const int64_t heavy_length = std::max<int64_t>(kHeavyTile, 2 * owner.pairs / std::max<int64_t>(tiles, 1));
+  const int64_t heavy_room = owner.pairs / heavy_length;
+  Buffer<int32_t> heavy(heavy_room, self);
+  owner.bucket = Buffer<PatchBucket>(room, self);
+  owner.bucket_record = Buffer<int32_t>(room * kBucket, self);
+  owner.bucket_state = Buffer<float>(room * kBucket * 4, self);
+  owner.bucket_depth = Buffer<float>(depth ? room * kBucket : 0, self);
+  owner.bucket_count = Buffer<int32_t>(2, self);  // buckets, heavy tiles
+  zero(owner.bucket_count);
   if (tiles == 0) return;
-  const BlendTarget target{owner.transmittance.data(), owner.contributors.data(),
-                           owner.pixels.data(),        reinterpret_cast<float4*>(owner.bucket_state.data()),
-                           owner.bucket_depth.data(),  owner.active_bucket.data(),
-                           owner.active_count.data()};
-  const unsigned blocks = static_cast<unsigned>(tiles);
-  if (depth)
-    blend_kernel<true><<<blocks, kThreads, 0, shard_stream(self)>>>(blend_input(frame, self, entry), target);
-  else
-    blend_kernel<false><<<blocks, kThreads, 0, shard_stream(self)>>>(blend_input(frame, self, entry), target);
-  KERNEL_CHECK("blend", self, tiles);
-}
-
-// ---- tiles to images
-
-__global__ void __launch_bounds__(kThreads)
-    assemble_kernel(const View* views, int num_views, int64_t first_tile, const float* transmittance,
-                    const float* pixels, const ImagePointers* images, float background_red,
-                    float background_green, float background_blue) {
-  const int64_t tile = blockIdx.x;
-  const TilePlace place = place_of(views, num_views, first_tile + tile);
-  const int column = threadIdx.x % kTileSize, row = threadIdx.x / kTileSize;
-  if (column >= place.columns || row >= place.rows) return;
-  const ImagePointers image = images[place.view];
-  const int64_t to = int64_t{place.y + row} * views[place.view].width + place.x + column;
-  const float passing = transmittance[tile * kTilePixels + threadIdx.x];
-  const float* planes = pixels + tile * 4 * kTilePixels + threadIdx.x;
-  image.rgb[3 * to] = math::mul_add(passing, background_red, planes[0]);
-  image.rgb[3 * to + 1] = math::mul_add(passing, background_green, planes[kTilePixels]);
-  image.rgb[3 * to + 2] = math::mul_add(passing, background_blue, planes[2 * kTilePixels]);
-  image.accumulation[to] = 1.f - passing;
-  if (image.depth) image.depth[to] = planes[3 * kTilePixels];
-}
-
-// ---- gradients of images to tiles
-
-// grad: [tiles, 256] red, green, blue, depth. behind: [tiles, 256] dL of all the light that enters the pixel:
-// of the colours that it meets, of the background and of the accumulation.
-__global__ void __launch_bounds__(kThreads)
-    scatter_kernel(const View* views, int num_views, int64_t first_tile, const float* transmittance,
-                   const float* pixels, const ImageGradPointers* grads, float background_red,
-                   float background_green, float background_blue, float4* grad, float* behind) {
-  const int64_t tile = blockIdx.x;
-  const TilePlace place = place_of(views, num_views, first_tile + tile);
-  const int column = threadIdx.x % kTileSize, row = threadIdx.x / kTileSize;
-  const int64_t at = tile * kTilePixels + threadIdx.x;
-  float4 g = make_float4(0.f, 0.f, 0.f, 0.f);
-  float accumulation = 0.f;
-  if (column < place.columns && row < place.rows) {
-    const ImageGradPointers from = grads[place.view];
-    const int64_t i = int64_t{place.y + row} * views[place.view].width + place.x + column;
-    if (from.rgb) {
-      g.x = from.rgb[3 * i];
-      g.y = from.rgb[3 * i + 1];
-      g.z = from.rgb[3 * i + 2];
-    }
-    if (from.depth) g.w = from.depth[i];
-    if (from.accumulation) accumulation = from.accumulation[i];
+  const cudaStream_t stream = shard_stream(self);
+  if (heavy_room > 0) {
+    find_heavy_kernel<<<blocks_for(tiles, kThreads), kThreads, 0, stream>>>(
+        owner.tile_begin.data(), tiles, heavy_length, heavy.data(), owner.bucket_count.data() + 1);
+    KERNEL_CHECK("blend", self, tiles);
   }
-  const float* planes = pixels + tile * 4 * kTilePixels + threadIdx.x;
-  const float lit = planes[0] * g.x + planes[kTilePixels] * g.y + planes[2 * kTilePixels] * g.z +
-                    planes[3 * kTilePixels] * g.w;
-  const float dL_dtransmittance =
-      background_red * g.x + background_green * g.y + background_blue * g.z - accumulation;
-  grad[at] = g;
-  behind[at] = lit + transmittance[at] * dL_dtransmittance;
+  Buffer<ViewImages> storage;
+  const ViewList views = view_list(frame, nullptr, self, storage);
+  const float* background = frame.settings.background;
+  const BlendInput in{owner.tiles.begin,
+                      tiles,
+                      received_records(frame, self),
+                      reinterpret_cast<const float2*>(owner.half_extent.data()),
+                      owner.entry_record.data(),
+                      owner.tile_begin.data(),
+                      heavy.data(),
+                      owner.bucket_count.data() + 1,
+                      heavy_room,
+                      heavy_length,
+                      {background[0], background[1], background[2]}};
+  const BucketTarget out{owner.bucket.data(),        owner.bucket_count.data(),
+                         owner.bucket_record.data(), reinterpret_cast<float4*>(owner.bucket_state.data()),
+                         owner.bucket_depth.data(),  static_cast<int32_t>(room)};
+  const auto launch = [&](auto kernel) {
+    kernel<<<static_cast<unsigned>(tiles + heavy_room), kThreads, 0, stream>>>(views, in, out);
+  };
+  if (depth)
+    backward ? launch(blend_kernel<true, true>) : launch(blend_kernel<true, false>);
+  else
+    backward ? launch(blend_kernel<false, true>) : launch(blend_kernel<false, false>);
+  KERNEL_CHECK("blend", self, tiles);
 }
 
 // ---- back
 
 struct BackwardInput {
+  const PatchBucket* bucket;
+  const int32_t* bucket_count;
+  const int32_t* bucket_record;
   const float4* state;
   const float* state_depth;
-  const int32_t* contributors;
-  const float4* grad;   // [tiles, 256]
-  const float* behind;  // [tiles, 256]
-  const TileBucket* active;
-  const int32_t* active_count;
+  const Record* record;
 };
 
 struct BackwardTarget {
   RecordGrad* record_grad;  // summed by atomics, or
-  RecordGrad* slot_grad;    // one for each pair
-  const int64_t* slot_begin;
+  RecordGrad* slot_grad;    // [buckets, 32]: one for each pair of (patch, record)
+  uint64_t* slot_key;       // [buckets, 32]: record, patch; all ones where there is no pair
 };
 
-// The pixels of a tile that a bucket can have lit, packed together.
-struct PixelStream {
-  float4 grad[kTilePixels];     // red, green, blue, depth
-  float2 light[kTilePixels];    // T and what lies behind, before the bucket
-  uint16_t place[kTilePixels];  // pixel of the tile, and 256 * how many of the bucket's records may
-                                // contribute (1..32)
-};
-constexpr size_t kBackwardSharedBytes = sizeof(PixelStream) * kWarps;
+constexpr int kBackThreads = 128;
+constexpr int kBackWarps = kBackThreads / kWarp;
+constexpr int kRows = 16;       // records of one matrix product
+constexpr int kStride = 36;     // floats from row to row: rows of a fragment lie in different banks
+constexpr int kSumStride = 20;  // the same for the sums
 
-// Loads the pixels of the bucket that are not ended before it; returns how many.
-template <bool kDepth>
-__device__ __forceinline__ int load_pixels(const BackwardInput& in, TileBucket which, int64_t state,
-                                           PixelStream& stream) {
+// Records times pixels.
+struct PixelMatrix {
+  float at[kRows][kStride];
+};
+
+template <bool kAbs>
+struct BackWorkspace {  // of one warp
+  StagedRecord record[kBucket];
+  union {
+    PixelMatrix matrix[kAbs ? 4 : 2];  // dL_dsigma, weight, and what absgrad sums
+    float pixel_grad[kWarp][12];       // dL_drgbd in two parts
+    float sum[kBucket][kSumStride];
+  };
+};
+
+// A value's upper 11 bits, which the tensor cores read; what is left is exact.
+__device__ __forceinline__ uint32_t upper_part(float x) { return __float_as_uint(x) & 0xffffe000u; }
+__device__ __forceinline__ uint32_t lower_part(float x) {
+  return __float_as_uint(x - __uint_as_float(upper_part(x)));
+}
+
+// sum [16, 8] += a [16, 8] b [8, 8]
+__device__ __forceinline__ void multiply(float sum[4], const uint32_t a[4], const uint32_t b[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// sum [16 records, 8] += matrix [16 records, 32 pixels] factor [32 pixels, 8]
+__device__ __forceinline__ void multiply_pixels(float sum[4], const PixelMatrix& matrix,
+                                                const uint32_t factor[4][2]) {
   const int lane = threadIdx.x % kWarp;
-  int count = 0;
-  for (int first = 0; first < kTilePixels; first += kWarp) {
-    const int pixel = first + lane;
-    const int64_t at = int64_t{which.tile} * kTilePixels + pixel;
-    const int32_t reach = in.contributors[at] - which.bucket * kBucket;
-    const unsigned lanes = __ballot_sync(kAllLanes, reach > 0);
-    if (reach > 0) {
-      const float4 g = in.grad[at];
-      float light = 1.f, behind = in.behind[at];
-      if (which.bucket > 0) {
-        const float4 seen = in.state[state * kTilePixels + pixel];
-        light = seen.x;
-        behind -= seen.y * g.x + seen.z * g.y + seen.w * g.z;
-        if constexpr (kDepth) behind -= in.state_depth[state * kTilePixels + pixel] * g.w;
-      }
-      const int to = count + __popc(lanes & ((1u << lane) - 1u));
-      stream.grad[to] = g;
-      stream.light[to] = make_float2(light, behind);
-      stream.place[to] = static_cast<uint16_t>(pixel + kTilePixels * (reach < kBucket ? reach : kBucket));
+  const uint32_t from =
+      static_cast<uint32_t>(__cvta_generic_to_shared(&matrix.at[lane % kRows][lane / kRows * 4]));
+#pragma unroll
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    uint32_t value[4], upper[4], lower[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+                 : "r"(from + chunk * 32)
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      upper[i] = upper_part(__uint_as_float(value[i]));
+      lower[i] = lower_part(__uint_as_float(value[i]));
     }
-    count += __popc(lanes);
+    multiply(sum, upper, factor[chunk]);
+    multiply(sum, lower, factor[chunk]);
   }
-  __syncwarp();
-  return count;
+}
+
+// Column `column` of the matrix that takes dL_dsigma to its moments about the patch's middle.
+__device__ __forceinline__ float monomial(int column, float x, float y) {
+  switch (column) {
+    case 0:
+      return 1.f;
+    case 1:
+      return x;
+    case 2:
+      return y;
+    case 3:
+      return x * x;
+    case 4:
+      return x * y;
+    case 5:
+      return y * y;
+    default:
+      return 0.f;
+  }
 }
 
 __device__ __forceinline__ void add_four(float* to, float a, float b, float c, float d) {
@@ -343,192 +496,284 @@ __device__ __forceinline__ void add_four(float* to, float a, float b, float c, f
 #endif
 }
 
-template <bool kDepth, typename Entry>
-__global__ void __launch_bounds__(kThreads)
-    blend_backward_kernel(const __grid_constant__ BlendInput<Entry> in,
-                          const __grid_constant__ BackwardInput back,
+// Moments of dL_dsigma about the record's mean from those about a point that lies (x, y) off the mean.
+__device__ __forceinline__ math::SigmaMoments about_mean(const math::SigmaMoments& m, float x, float y) {
+  math::SigmaMoments out;
+  out.one = m.one;
+  out.x = m.x + x * m.one;
+  out.y = m.y + y * m.one;
+  out.xx = m.xx + x * (m.x + out.x);
+  out.xy = m.xy + x * m.y + y * out.x;
+  out.yy = m.yy + y * (m.y + out.y);
+  return out;
+}
+
+template <bool kDepth, bool kAbs, bool kSlots>
+__global__ void __launch_bounds__(kBackThreads)
+    blend_backward_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BackwardInput in,
                           const __grid_constant__ BackwardTarget out) {
   extern __shared__ __align__(16) char shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  PixelStream& stream = reinterpret_cast<PixelStream*>(shared)[warp];
-  const int64_t buckets = *back.active_count;
-  for (int64_t b = int64_t{blockIdx.x} * kWarps + warp; b < buckets; b += int64_t{gridDim.x} * kWarps) {
-    const TileBucket which = back.active[b];
-    const TilePlace place = place_of(in.views, in.num_views, in.first_tile + which.tile);
-    const int64_t begin = in.tile_begin[which.tile], end = in.tile_begin[which.tile + 1];
-    const int64_t at = begin + int64_t{which.bucket} * kBucket + lane;
-    Entry entry{};
-    Record record{};
-    if (at < end) {
-      entry = in.entry[at];
-      record = load48(in.record + record_of(entry));
+  BackWorkspace<kAbs>& work = reinterpret_cast<BackWorkspace<kAbs>*>(shared)[warp];
+  uint32_t basis[4][2];  // fragments: pixel 8 chunk + lane % 4 (+ 4), column lane / 4
+#pragma unroll
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    for (int i = 0; i < 2; ++i) {
+      basis[chunk][i] = __float_as_uint(
+          monomial(lane / 4, static_cast<float>(lane % 4 + 4 * i) - 3.5f, static_cast<float>(chunk) - 1.5f));
     }
-    const int count = load_pixels<kDepth>(back, which, state_of(begin, which.bucket), stream);
+  }
 
-    math::SigmaMoments moment{};
-    float red = 0.f, green = 0.f, blue = 0.f, depth = 0.f, abs_x = 0.f, abs_y = 0.f;
-    float light = 0.f, behind = 0.f;
-    for (int step = 0; step < count + kBucket - 1; ++step) {  // pixel `step - lane` is at this lane's record
-      light = __shfl_up_sync(kAllLanes, light, 1);
-      behind = __shfl_up_sync(kAllLanes, behind, 1);
-      const int i = step - lane;
-      if (i < 0 || i >= count) continue;
-      if (lane == 0) {
-        light = stream.light[i].x;
-        behind = stream.light[i].y;
+  const int32_t buckets = *in.bucket_count;
+  for (int32_t b = blockIdx.x * kBackWarps + warp; b < buckets; b += gridDim.x * kBackWarps) {
+    const PatchBucket bucket = in.bucket[b];
+    const int count = bucket.view_and_count % 64;
+    if (count == 0) continue;
+    const ViewImages& view = views[bucket.view_and_count / 64];
+    const int32_t id = lane < count ? in.bucket_record[int64_t{b} * kBucket + lane] : -1;
+    const float4 state = in.state[int64_t{b} * kBucket + lane];
+    const int column = bucket.x + lane % math::kPatchX, row = bucket.y + lane / math::kPatchX;
+    const float x = static_cast<float>(column) + 0.5f, y = static_cast<float>(row) + 0.5f;
+
+    // the pixel: dL_dimage, and dL of all the light that it still has
+    float4 g = make_float4(0.f, 0.f, 0.f, 0.f);
+    float behind = 0.f;
+    math::PatchPixel pixel{state.x, state.x > 0.f ? math::kAlphaMin : math::kNever};
+    if (state.x > 0.f) {
+      const int64_t at = int64_t{row} * view.width + column;
+      const float passing = 1.f - view.image.accumulation[at];
+      if (view.grad.rgb) {
+        g.x = view.grad.rgb[3 * at];
+        g.y = view.grad.rgb[3 * at + 1];
+        g.z = view.grad.rgb[3 * at + 2];
+        behind = (view.image.rgb[3 * at] - state.y) * g.x + (view.image.rgb[3 * at + 1] - state.z) * g.y +
+                 (view.image.rgb[3 * at + 2] - state.w) * g.z;  // with the background
       }
-      const int packed = stream.place[i];
-      if (lane >= packed / kTilePixels) continue;
-      const float4 g = stream.grad[i];
-      const int pixel = packed % kTilePixels;
-      const float x = static_cast<float>(place.x + pixel % kTileSize) + 0.5f;
-      const float y = static_cast<float>(place.y + pixel / kTileSize) + 0.5f;
-      const math::BlendRow row =
-          blend_row(record.mean2d[0], record.conic, record.opacity, record.mean2d[1], y);
-      const float dx = x - row.x, dy = y - record.mean2d[1];
-      float colour_dot = g.x * record.rgb[0] + (g.y * record.rgb[1] + g.z * record.rgb[2]);
-      if constexpr (kDepth) colour_dot += g.w * record.depth;
-      float raw_alpha = math::uncapped_alpha(row, dx), weight;
-      round_now(raw_alpha);
-      const float dL_dsigma =
-          math::blend_step_backward_from_front(raw_alpha, colour_dot, true, light, behind, weight);
-      if (weight == 0.f) continue;
-      const float moment_x = dL_dsigma * dx, moment_y = dL_dsigma * dy;
-      moment.one += dL_dsigma;
-      moment.x += moment_x;
-      moment.y += moment_y;
-      moment.xx += moment_x * dx;
-      moment.xy += moment_x * dy;
-      moment.yy += moment_y * dy;
-      red += weight * g.x;
-      green += weight * g.y;
-      blue += weight * g.z;
-      if constexpr (kDepth) depth += weight * g.w;
-      abs_x += fabsf(dL_dsigma * (dx * record.conic[0] + row.b_dy));
-      abs_y += fabsf(dL_dsigma * (dx * record.conic[1] + record.conic[2] * dy));
+      if constexpr (kDepth) {
+        if (view.grad.depth) {
+          g.w = view.grad.depth[at];
+          behind += (view.image.depth[at] - in.state_depth[int64_t{b} * kBucket + lane]) * g.w;
+        }
+      }
+      if (view.grad.accumulation) behind -= passing * view.grad.accumulation[at];
     }
-    __syncwarp();  // the stream is free for the next bucket
-    if (at >= end) continue;
 
-    RecordGrad grad;
-    math::moments_to_gradient(moment, record.conic, record.opacity, grad.mean2d, grad.conic, grad.opacity);
-    grad.rgb[0] = red;
-    grad.rgb[1] = green;
-    grad.rgb[2] = blue;
-    grad.depth = depth;
-    grad.abs_mean2d[0] = abs_x;
-    grad.abs_mean2d[1] = abs_y;
-    if constexpr (sizeof(Entry) == sizeof(TileEntry)) {
-      store48(out.slot_grad + out.slot_begin[entry.record] + entry.ordinal, grad);
-    } else {
-      const float* values = reinterpret_cast<const float*>(&grad);
-      float* to = reinterpret_cast<float*>(out.record_grad + entry);
-      for (int k = 0; k < 3; ++k)
-        add_four(to + 4 * k, values[4 * k], values[4 * k + 1], values[4 * k + 2], values[4 * k + 3]);
+    StagedRecord mine{};
+    if (id >= 0) mine = staged(load48(in.record + id), id);
+    work.record[lane] = mine;
+    const float parts[4] = {g.x, g.y, g.z, g.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      work.pixel_grad[lane][i] = __uint_as_float(upper_part(parts[i]));
+      work.pixel_grad[lane][4 + i] = __uint_as_float(lower_part(parts[i]));
     }
+    __syncwarp();
+    uint32_t pixel_grad[4][2];
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      for (int i = 0; i < 2; ++i)
+        pixel_grad[chunk][i] = __float_as_uint(work.pixel_grad[8 * chunk + lane % 4 + 4 * i][lane / 4]);
+    }
+    __syncwarp();
+
+    float moments[2][4] = {}, colours[2][4] = {}, absolute[2][2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int held = count - half * kRows;
+      if (held <= 0) break;
+      for (int first = 0; first < kRows && first < held; first += kTogether) {
+        float raw_alpha[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          raw_alpha[i] = uncapped_alpha(work.record[half * kRows + first + i], x, y);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const StagedRecord& r = work.record[half * kRows + first + i];
+          const float4 colour = r.colour;
+          const math::PatchStep step = math::patch_step(raw_alpha[i], pixel);
+          float colour_dot = math::mul_add(g.x, colour.x, math::mul_add(g.y, colour.y, g.z * colour.z));
+          if constexpr (kDepth) colour_dot = math::mul_add(g.w, colour.w, colour_dot);
+          float weight;
+          const float dL_dsigma = math::patch_step_backward(raw_alpha[i], step, colour_dot, behind, weight);
+          work.matrix[0].at[first + i][lane] = dL_dsigma;
+          work.matrix[1].at[first + i][lane] = weight;
+          if constexpr (kAbs) {  // 2 ln 2 / 2 times |dL_dmean2d|
+            const float dx = x - r.shape.x, dy = y - r.shape.y;
+            work.matrix[2].at[first + i][lane] = fabsf(dL_dsigma * (2.f * r.shape.z * dx + r.shape.w * dy));
+            work.matrix[3].at[first + i][lane] = fabsf(dL_dsigma * (r.shape.w * dx + 2.f * r.rest.x * dy));
+          }
+        }
+      }
+      __syncwarp();
+      multiply_pixels(moments[half], work.matrix[0], basis);
+      multiply_pixels(colours[half], work.matrix[1], pixel_grad);
+      if constexpr (kAbs) {
+        multiply_pixels(absolute[half][0], work.matrix[2], basis);
+        multiply_pixels(absolute[half][1], work.matrix[3], basis);
+      }
+      __syncwarp();
+    }
+
+    // one lane a record: columns 0..5 moments, 6, 7 absgrad, 8..15 rgbd in two parts
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        float* to = work.sum[half * kRows + upper * 8 + lane / 4] + lane % 4 * 2;
+        float2 pair = make_float2(moments[half][2 * upper], moments[half][2 * upper + 1]);
+        if constexpr (kAbs) {
+          // column 0 of the products with the basis lies in the lanes that hold columns 0 and 1
+          const float abs_x = __shfl_sync(kAllLanes, absolute[half][0][2 * upper], lane & ~3);
+          const float abs_y = __shfl_sync(kAllLanes, absolute[half][1][2 * upper], lane & ~3);
+          if (lane % 4 == 3) pair = make_float2(abs_x, abs_y);
+        }
+        *reinterpret_cast<float2*>(to) = pair;
+        *reinterpret_cast<float2*>(to + 8) =
+            make_float2(colours[half][2 * upper], colours[half][2 * upper + 1]);
+      }
+    }
+    __syncwarp();
+    if (lane < count) {
+      const float* sum = work.sum[lane];
+      const float4 low = *reinterpret_cast<const float4*>(sum);
+      const float4 high = *reinterpret_cast<const float4*>(sum + 4);
+      const float4 upper = *reinterpret_cast<const float4*>(sum + 8);
+      const float4 lower = *reinterpret_cast<const float4*>(sum + 12);
+      const Record record = load48(in.record + id);
+      const math::SigmaMoments m =
+          about_mean({low.x, low.y, low.z, low.w, high.x, high.y},
+                     static_cast<float>(bucket.x) + 0.5f * math::kPatchX - record.mean2d[0],
+                     static_cast<float>(bucket.y) + 0.5f * math::kPatchY - record.mean2d[1]);
+      RecordGrad grad;
+      math::moments_to_gradient(m, record.conic, record.opacity, grad.mean2d, grad.conic, grad.opacity);
+      grad.rgb[0] = upper.x + lower.x;
+      grad.rgb[1] = upper.y + lower.y;
+      grad.rgb[2] = upper.z + lower.z;
+      grad.depth = kDepth ? upper.w + lower.w : 0.f;
+      constexpr float kLn2 = 0.693147180559945309f;
+      grad.abs_mean2d[0] = kAbs ? kLn2 * high.z : 0.f;
+      grad.abs_mean2d[1] = kAbs ? kLn2 * high.w : 0.f;
+      if constexpr (kSlots) {
+        store48(out.slot_grad + int64_t{b} * kBucket + lane, grad);
+        out.slot_key[int64_t{b} * kBucket + lane] =
+            static_cast<uint64_t>(id) << 32 | static_cast<uint32_t>(bucket.patch);
+      } else {
+        float* to = reinterpret_cast<float*>(out.record_grad + id);
+        add_four(to, grad.mean2d[0], grad.mean2d[1], grad.conic[0], grad.conic[1]);
+        add_four(to + 4, grad.conic[2], grad.opacity, grad.rgb[0], grad.rgb[1]);
+        if constexpr (kDepth || kAbs)
+          add_four(to + 8, grad.rgb[2], grad.depth, grad.abs_mean2d[0], grad.abs_mean2d[1]);
+        else
+          atomicAdd(to + 8, grad.rgb[2]);
+      }
+    }
+    __syncwarp();  // the workspace is free for the next bucket
   }
 }
 
-template <bool kDepth, typename Entry>
-void launch_backward(const BlendInput<Entry>& in, const BackwardInput& back, const BackwardTarget& out,
-                     int64_t most_buckets, int self) {
-  const auto kernel = blend_backward_kernel<kDepth, Entry>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(kBackwardSharedBytes)));
-  int processors = 0;
-  CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(self)));
-  constexpr int64_t kBlocksAProcessor = 4 * 4;  // four fit at a time; four rounds even out the last one
-  const int64_t blocks = std::min((most_buckets + kWarps - 1) / kWarps, kBlocksAProcessor * processors);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kBackwardSharedBytes, shard_stream(self)>>>(in, back,
-                                                                                                out);
+// Fixed order: a record's slots by patch. One thread for each first slot of a record.
+__global__ void __launch_bounds__(kThreads)
+    sum_slots_kernel(const uint64_t* key, const int32_t* slot, int64_t slots, const RecordGrad* slot_grad,
+                     RecordGrad* record_grad) {
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (first >= slots || key[first] == ~uint64_t{0}) return;
+  const uint64_t record = key[first] >> 32;
+  if (first > 0 && key[first - 1] >> 32 == record) return;
+  float sum[12] = {};
+  for (int64_t i = first; i < slots && key[i] >> 32 == record; ++i) {
+    const RecordGrad part = load48(slot_grad + slot[i]);
+    const float* values = reinterpret_cast<const float*>(&part);
+    for (int k = 0; k < 12; ++k) sum[k] += values[k];
+  }
+  RecordGrad grad;
+  float* values = reinterpret_cast<float*>(&grad);
+  for (int k = 0; k < 12; ++k) values[k] = sum[k];
+  store48(record_grad + record, grad);
+}
+
+__global__ void __launch_bounds__(kThreads) count_up_kernel(int32_t* to, int64_t count) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) to[i] = static_cast<int32_t>(i);
+}
+
+template <bool kSlots>
+void launch_backward(const ViewList& views, const BackwardInput& in, const BackwardTarget& out, bool depth,
+                     bool absgrad, int64_t most_buckets, int self) {
+  const auto launch = [&](auto kernel, size_t bytes) {
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    int processors = 0, resident = 0;
+    CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(self)));
+    CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBackThreads, bytes));
+    const int64_t blocks =
+        std::min((most_buckets + kBackWarps - 1) / kBackWarps, int64_t{processors} * resident);
+    kernel<<<static_cast<unsigned>(blocks), kBackThreads, bytes, shard_stream(self)>>>(views, in, out);
+  };
+  constexpr size_t kPlain = sizeof(BackWorkspace<false>) * kBackWarps;
+  constexpr size_t kWithAbs = sizeof(BackWorkspace<true>) * kBackWarps;
+  if (depth)
+    absgrad ? launch(blend_backward_kernel<true, true, kSlots>, kWithAbs)
+            : launch(blend_backward_kernel<true, false, kSlots>, kPlain);
+  else
+    absgrad ? launch(blend_backward_kernel<false, true, kSlots>, kWithAbs)
+            : launch(blend_backward_kernel<false, false, kSlots>, kPlain);
   KERNEL_CHECK("blend_backward", self, most_buckets);
 }
 
-template <typename Entry>
-void backward_owner(const Frame& frame, int self, TileOwner& owner, const Buffer<Entry>& entry,
-                    const Buffer<float4>& grad, const Buffer<float>& behind, bool depth) {
-  constexpr bool kSlots = sizeof(Entry) == sizeof(TileEntry);
-  if constexpr (kSlots) {
-    owner.slot_grad = Buffer<RecordGrad>(owner.pairs, self);
-    zero(owner.slot_grad);
-  } else {
-    owner.record_grad = Buffer<RecordGrad>(owner.received(), self);
-    zero(owner.record_grad);
-  }
+void backward_owner(const Frame& frame, int self, TileOwner& owner,
+                    const std::vector<ImageGradPointers>& grads) {
+  owner.record_grad = Buffer<RecordGrad>(owner.received(), self);
+  zero(owner.record_grad);
   if (owner.pairs == 0) return;
-  const BackwardInput back{reinterpret_cast<const float4*>(owner.bucket_state.data()),
-                           owner.bucket_depth.data(),
-                           owner.contributors.data(),
-                           grad.data(),
-                           behind.data(),
-                           owner.active_bucket.data(),
-                           owner.active_count.data()};
-  const BackwardTarget target{owner.record_grad.data(), owner.slot_grad.data(), owner.slot_begin.data()};
-  const int64_t most = owner.active_bucket.size();
-  if (depth)
-    launch_backward<true>(blend_input(frame, self, entry), back, target, most, self);
-  else
-    launch_backward<false>(blend_input(frame, self, entry), back, target, most, self);
-}
-
-void assemble_images(Frame& frame) {
-  const auto assemble = [&](const Shard& shard) {
-    TileOwner& owner = frame.owners[static_cast<size_t>(shard.index)];
-    if (owner.tiles.empty()) return;
-    const Buffer<ImagePointers> pointers = to_buffer(frame.images, shard.index);
-    const float* background = frame.settings.background;
-    assemble_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0, shard_stream(shard.index)>>>(
-        frame.constants[static_cast<size_t>(shard.index)].views.data(), static_cast<int>(frame.views.size()),
-        owner.tiles.begin, owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0],
-        background[1], background[2]);
-    KERNEL_CHECK("assemble", shard.index, owner.tiles.size());
-    if (!frame.settings.wanted_backward) owner.pixels = Buffer<float>();
-  };
-  for_each_shard("assemble", assemble, Access::kExchange);
+  const bool depth =
+      std::any_of(grads.begin(), grads.end(), [](const ImageGradPointers& g) { return g.depth; });
+  const bool absgrad = frame.settings.wanted_absgrad;
+  Buffer<ViewImages> storage;
+  const ViewList views = view_list(frame, &grads, self, storage);
+  const BackwardInput in{
+      owner.bucket.data(),        owner.bucket_count.data(),
+      owner.bucket_record.data(), reinterpret_cast<const float4*>(owner.bucket_state.data()),
+      owner.bucket_depth.data(),  received_records(frame, self)};
+  BackwardTarget out{owner.record_grad.data(), nullptr, nullptr};
+  if (!frame.settings.deterministic) {
+    launch_backward<false>(views, in, out, depth, absgrad, owner.bucket.size(), self);
+    return;
+  }
+  int32_t buckets = 0;
+  read_back(&buckets, owner.bucket_count.data(), 1, self);
+  if (buckets == 0) return;
+  const int64_t slots = int64_t{buckets} * kBucket;
+  Buffer<RecordGrad> slot_grad(slots, self);
+  Buffer<uint64_t> key(slots, self);
+  Buffer<int32_t> slot(slots, self);
+  out.slot_grad = slot_grad.data();
+  out.slot_key = key.data();
+  const cudaStream_t stream = shard_stream(self);
+  CUDA_CHECK(cudaMemsetAsync(key.data(), 0xff, static_cast<size_t>(slots) * sizeof(uint64_t), stream));
+  launch_backward<true>(views, in, out, depth, absgrad, buckets, self);
+  count_up_kernel<<<blocks_for(slots, kThreads), kThreads, 0, stream>>>(slot.data(), slots);
+  KERNEL_CHECK("blend_backward", self, slots);
+  sort_pairs(key, slot, 64, self);
+  sum_slots_kernel<<<blocks_for(slots, kThreads), kThreads, 0, stream>>>(
+      key.data(), slot.data(), slots, slot_grad.data(), owner.record_grad.data());
+  KERNEL_CHECK("blend_backward", self, slots);
 }
 
 }  // namespace
 
 void blend(Frame& frame) {
-  for_each_shard("blend", [&](const Shard& shard) {
-    TileOwner& owner = frame.owners[static_cast<size_t>(shard.index)];
-    if (owner.entry.data())
-      blend_owner(frame, shard.index, owner, owner.entry);
-    else
-      blend_owner(frame, shard.index, owner, owner.entry_record);
-  });
-  assemble_images(frame);
+  const auto work = [&](const Shard& shard) {
+    blend_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
+  };
+  for_each_shard("blend", work, Access::kExchange);  // images may lie with other shards
 }
 
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
-  std::vector<Buffer<float4>> grad(frame.owners.size());
-  std::vector<Buffer<float>> behind(frame.owners.size());
-  const bool depth =
-      std::any_of(grads.begin(), grads.end(), [](const ImageGradPointers& g) { return g.depth; });
-  const auto scatter = [&](const Shard& shard) {
-    const size_t self = static_cast<size_t>(shard.index);
-    const TileOwner& owner = frame.owners[self];
-    const int64_t tiles = owner.tiles.size();
-    grad[self] = Buffer<float4>(tiles * kTilePixels, shard.index);
-    behind[self] = Buffer<float>(tiles * kTilePixels, shard.index);
-    if (tiles == 0) return;
-    const Buffer<ImageGradPointers> pointers = to_buffer(grads, shard.index);
-    const float* background = frame.settings.background;
-    scatter_kernel<<<static_cast<unsigned>(tiles), kThreads, 0, shard_stream(shard.index)>>>(
-        frame.constants[self].views.data(), static_cast<int>(frame.views.size()), owner.tiles.begin,
-        owner.transmittance.data(), owner.pixels.data(), pointers.data(), background[0], background[1],
-        background[2], grad[self].data(), behind[self].data());
-    KERNEL_CHECK("scatter", shard.index, tiles);
+  const auto work = [&](const Shard& shard) {
+    backward_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)], grads);
   };
-  for_each_shard("scatter", scatter, Access::kExchange);
-  for_each_shard("blend_backward", [&](const Shard& shard) {
-    const size_t self = static_cast<size_t>(shard.index);
-    TileOwner& owner = frame.owners[self];
-    if (frame.settings.deterministic)
-      backward_owner(frame, shard.index, owner, owner.entry, grad[self], behind[self], depth);
-    else
-      backward_owner(frame, shard.index, owner, owner.entry_record, grad[self], behind[self], depth);
-  });
+  for_each_shard("blend_backward", work, Access::kExchange);
 }
 
 }  // namespace mgpu::splat

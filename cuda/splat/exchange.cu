@@ -144,17 +144,6 @@ __device__ __forceinline__ void add(RecordGrad& sum, const RecordGrad& part) {
   for (int i = 0; i < 2; ++i) sum.abs_mean2d[i] += part.abs_mean2d[i];
 }
 
-// The slots of each record in list order.
-__global__ void __launch_bounds__(kThreads)
-    sum_slots_kernel(const RecordGrad* slot_grad, const int64_t* slot_begin, int64_t records,
-                     RecordGrad* record_grad) {
-  const int64_t r = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (r >= records) return;
-  RecordGrad sum{};
-  for (int64_t slot = slot_begin[r]; slot < slot_begin[r + 1]; ++slot) add(sum, load48(slot_grad + slot));
-  store48(record_grad + r, sum);
-}
-
 // A record is in a parcel once, so no two threads meet.
 __global__ void __launch_bounds__(kThreads)
     collect_kernel(const RecordGrad* part, const int64_t* record_from_parcel, int64_t count,
@@ -202,17 +191,6 @@ void exchange_records(Frame& frame) {
 }
 
 void return_gradients(Frame& frame) {
-  for_each_shard("return", [&](const Shard& shard) {
-    TileOwner& owner = frame.owners[static_cast<size_t>(shard.index)];
-    if (!frame.settings.deterministic) return;  // the blend stage has summed them
-    owner.record_grad = Buffer<RecordGrad>(owner.received(), shard.index);
-    if (owner.received() > 0) {
-      sum_slots_kernel<<<blocks_for(owner.received(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-          owner.slot_grad.data(), owner.slot_begin.data(), owner.received(), owner.record_grad.data());
-      KERNEL_CHECK("return", shard.index, owner.received());
-    }
-    owner.slot_grad = Buffer<RecordGrad>();
-  });
   if (frame.homes.size() == 1) {
     frame.shards[0].grad = std::move(frame.owners[0].record_grad);
     frame.owners[0].record_grad = Buffer<RecordGrad>();

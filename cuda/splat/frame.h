@@ -82,10 +82,12 @@ struct TileEntry {
   int32_t ordinal;  // which of the record's tiles (within the owner's range) this is
 };
 
-// 32 neighbours in a tile's list, the unit of CUDA's way back. Counted from the tile's first.
-struct TileBucket {
-  int32_t tile;  // in the owner's range
-  int32_t bucket;
+// Up to 32 records that light pixels of one patch (8x4 pixels of a tile), neighbours in its list: the unit of
+// CUDA's way back.
+struct PatchBucket {
+  int32_t patch;           // tile in the owner's range * 8 + patch of the tile
+  int32_t view_and_count;  // view * 64 + records
+  int32_t x, y;            // the patch's first pixel
 };
 
 // One shard as owner of a range of tiles. On a CUDA mesh of one shard `record` and `view` are empty: they are
@@ -115,13 +117,13 @@ struct TileOwner {
   // on both axes. The cull in blend.cu adds less (1.000001 and kCullMargin), so what it keeps is counted
   // here. Tiles that the ellipse test rejected are not counted. Set by stage "project", in its read-back.
   int64_t patch_pairs = 0;
-  Buffer<int32_t> entry_record;  // owner; as entry, without the ordinal; one of the two is empty
-  Buffer<float>
-      bucket_state;  // owner; [pairs / 32, 256, 4]: T, red, green, blue before each bucket but a tile's first
-  Buffer<float> bucket_depth;        // owner; [pairs / 32, 256], if depth is wanted
-  Buffer<TileBucket> active_bucket;  // owner; in which some pixel has a contribution, in any order
-  Buffer<int32_t> active_count;      // owner; [1] how many
-  Buffer<RecordGrad> record_grad;    // owner; [received], during backward only
+  Buffer<int32_t> entry_record;   // owner; as entry, without the ordinal; one of the two is empty
+  Buffer<PatchBucket> bucket;     // owner; the first bucket_count[0] are in use, in any order
+  Buffer<int32_t> bucket_count;   // owner; [1], and counters of stage "blend"
+  Buffer<int32_t> bucket_record;  // owner; [buckets, 32] front to back
+  Buffer<float> bucket_state;  // owner; [buckets, 32, 4]: T (-1: ended), red, green, blue before the bucket
+  Buffer<float> bucket_depth;  // owner; [buckets, 32], if depth is wanted
+  Buffer<RecordGrad> record_grad;  // owner; [received], during backward only
 
   int64_t received() const { return peer_begin.empty() ? 0 : peer_begin.back(); }
 };

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// patch.h: blending by patches of 8x4 pixels, as the CUDA flavour does it: which patches of a tile a record
+// can light, alpha with few instructions, one step front to back, and its adjoint in the same direction. Same
+// formulas as tile.h.
+#pragma once
+#include "math/tile.h"
+
+namespace mgpu::math {
+
+constexpr int kPatchX = 8, kPatchY = 4;  // pixels
+constexpr int kPatchesAcross = kTileSize / kPatchX, kPatchesDown = kTileSize / kPatchY;
+constexpr int kTilePatches = kPatchesAcross * kPatchesDown;  // patch = row * 2 + column
+
+// A record as its pixels see it: alpha = opacity 2^(dx (a dx + b dy) + c dy^2).
+struct Falloff {
+  float x, y, a, b, c, opacity;
+};
+
+HOST_DEVICE inline Falloff make_falloff(const float mean2d[2], const float conic[3], float opacity) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  return {mean2d[0], mean2d[1], -0.5f * kLog2e * conic[0], -kLog2e * conic[1], -0.5f * kLog2e * conic[2],
+          opacity};
+}
+
+HOST_DEVICE inline float quick_exp2(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::exp2(x);
+#endif
+}
+
+// Not capped. Every rounding is spelled out: forward and backward must agree to the bit.
+HOST_DEVICE inline float uncapped_alpha(const Falloff& g, float dx, float dy) {
+  const float power = mul_add(mul_add(g.a, dx, g.b * dy), dx, g.c * dy * dy);
+  return g.opacity * quick_exp2(power < 0.f ? power : 0.f);
+}
+
+// A pixel while it is blended. A record contributes only if its alpha reaches `least`: kAlphaMin, and kNever
+// once the pixel has ended.
+struct PatchPixel {
+  float transmittance, least;  // after the last contribution
+};
+constexpr float kNever = 2.f;
+
+struct PatchStep {
+  float alpha;    // 0 if the record does not contribute
+  float passing;  // 1 - its capped alpha
+  float before;   // the transmittance that it met
+};
+
+// One step front to back; moves the pixel past the record.
+HOST_DEVICE inline PatchStep patch_step(float raw_alpha, PatchPixel& pixel) {
+  const float alpha = raw_alpha < kAlphaMax ? raw_alpha : kAlphaMax;
+  const float passing = 1.f - alpha, before = pixel.transmittance, next = before * passing;
+  const bool hit = raw_alpha >= pixel.least, lights = next > kTransmittanceMin;
+  pixel.least = hit && !lights ? kNever : pixel.least;
+  pixel.transmittance = hit && lights ? next : before;
+  return {hit && lights ? alpha : 0.f, passing, before};
+}
+
+// Adjoint of a step. `behind`: dL of all that the light meets from the record on, background and accumulation
+// included; moved past the record. colour_dot: rgb . dL_drgb + depth dL_ddepth. Returns dL_dsigma and sets
+// weight = alpha T; both 0 if the record does not contribute. What lies behind is found by subtracting, so
+// nothing is divided out of T.
+HOST_DEVICE inline float patch_step_backward(float raw_alpha, const PatchStep& step, float colour_dot,
+                                             float& behind, float& weight) {
+  weight = step.alpha * step.before;
+  const float lit = weight * colour_dot;
+  behind -= lit;
+  const float dL_dsigma = mul_add(step.alpha * quick_inverse(step.passing), behind, -lit);
+  return raw_alpha < kAlphaMax ? dL_dsigma : 0.f;
+}
+
+// Bit p is set if the record's ellipse (where alpha can reach 1/255; half_extent: of its box, rounded
+// outwards) may reach a pixel centre of patch p of the tile whose first pixel is (tile_x, tile_y). A
+// superset, by less than 0.02 px + 0.1 % of the box; never beyond the box by more than 0.02 px.
+//
+// On the line dy off the mean the ellipse spans -b/a dy -+ w sqrt(1 - (dy / half_height)^2), and it is widest
+// to the right at dy = -b/c half_width; w = half_width sqrt(1 - b^2/ac).
+HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic[3],
+                                        const float half_extent[2], float tile_x, float tile_y) {
+  constexpr float kMargin = 0.01f;
+  const float half_width = half_extent[0], half_height = half_extent[1];
+  const float slope = -conic[1] * quick_inverse(conic[0]), lean = -conic[1] * quick_inverse(conic[2]);
+  const float square = 1.f - slope * lean;
+  const float width = half_width * quick_sqrt(square > 0.f ? square : 0.f);
+  const float margin = mul_add(1e-3f, half_width, kMargin);  // 1 - b^2/ac is off by 2e-7, its root by 5e-4
+  const float most = mul_add(1e-6f, half_width, half_width + kMargin);
+  const float extreme = lean * half_width;
+  const float inverse_height = quick_inverse(half_height);
+  const float left_edge = tile_x + 0.5f - mean2d[0];  // centre of the first column, from the mean
+  const float top_edge = tile_y + 0.5f - mean2d[1];
+  uint32_t met = 0;
+#pragma unroll
+  for (int row = 0; row < kPatchesDown; ++row) {
+    const float top = top_edge + static_cast<float>(row * kPatchY), bottom = top + (kPatchY - 1);
+    const float dy_right = extreme < top ? top : extreme > bottom ? bottom : extreme;
+    const float dy_left = -extreme < top ? top : -extreme > bottom ? bottom : -extreme;
+    const float up = dy_right * inverse_height, down = dy_left * inverse_height;
+    const float right2 = 1.f - up * up, left2 = 1.f - down * down;
+    float right = mul_add(slope, dy_right, mul_add(width, quick_sqrt(right2 > 0.f ? right2 : 0.f), margin));
+    float left = mul_add(slope, dy_left, -mul_add(width, quick_sqrt(left2 > 0.f ? left2 : 0.f), margin));
+    right = right < most ? right : most;
+    left = left > -most ? left : -most;
+    const bool rows = top <= half_height + kMargin && bottom >= -half_height - kMargin;
+#pragma unroll
+    for (int column = 0; column < kPatchesAcross; ++column) {
+      const float first = left_edge + static_cast<float>(column * kPatchX), last = first + (kPatchX - 1);
+      if (rows && right >= first && left <= last) met |= 1u << (row * kPatchesAcross + column);
+    }
+  }
+  return met;
+}
+
+}  // namespace mgpu::math
