@@ -5,8 +5,8 @@ The scene is that of gsplat's `_helper.load_test_data(scene_grid=g)`, seed 0, wi
 seen by its first camera; images of other sizes scale its calibration. For each row of the table:
 
     fwd         render() in grad mode            fwd eval    render() without a way back
-    fwd+bwd     and L1 against a random image, walked back into the optimizer's pending gradients
-    iter        and Adam's step                  iter full   the same with L1 + 0.2 D-SSIM, regularisers and noise
+    fwd+bwd     train_step() with L1 against a random image, but for Adam's step
+    iter        train_step()                     iter full   with L1 + 0.2 D-SSIM, regularisers and noise
 
 Medians of the times between events, one an iteration, no waiting in between. Then, in a process with
 MGPU_STAGE_TIMES=1, each stage beside the floor that its counted work allows (research/performance.md, section 5).
@@ -214,30 +214,23 @@ class Mgpu:
         """One render."""
         from ns_mgpu_splat import render
 
-        return render(self.table, self.camera, optimizer=self.adam)[0]
+        return render(self.table, self.camera, optimizer=self.adam, depth=False)[0]
 
-    def loss(self, rgb: Tensor, objective: str) -> Tensor:
-        """L1, or the full objective's part that looks at images."""
-        from ns_mgpu_splat.splats.loss import l1_ssim_loss
-
-        return l1_ssim_loss(rgb, self.targets[objective], ssim_weight=0.2 if objective == "full" else 0.0)
-
-    def step(self, objective: str) -> None:
-        """The optimizer's step; regularisers and noise are part of the full objective."""
+    def _choose(self, objective: str) -> float:
+        """Regularisers and noise are part of the full objective; returns D-SSIM's weight."""
         full = objective == "full"
         self.adam.opacity_reg = self.adam.scale_reg = REGULARISER if full else 0.0
         self.adam.noise_lr = NOISE_LR if full else 0.0
-        self.adam.step()
+        return 0.2 if full else 0.0
 
-    def forward_backward(self) -> None:
-        """Without the step: its gradients are forgotten."""
-        self.loss(self.forward().rgb, "L1").backward()
-        self.adam.zero_pending()
+    def iteration(self, objective: str, *, step: bool = True) -> None:
+        """One training step; without `step`, its gradients are forgotten."""
+        from ns_mgpu_splat import train_step
 
-    def iteration(self, objective: str) -> None:
-        """One training step."""
-        self.loss(self.forward().rgb, objective).backward()
-        self.step(objective)
+        target, weight = self.targets[objective], self._choose(objective)
+        train_step(self.table, self.adam, self.camera, target, ssim_weight=weight, accumulate=not step)
+        if not step:
+            self.adam.zero_pending()
 
     def peak_mb(self, run: Callable[[], object]) -> float:
         """Largest memory during `run` above what was there before, over all shards."""
@@ -257,23 +250,25 @@ class Mgpu:
         result: dict[str, Any] = {
             "fwd": self.clock.median_ms(self.forward),
             "fwd eval": evaluation,
-            "fwd+bwd": self.clock.median_ms(self.forward_backward),
-            "iter": self.clock.median_ms(lambda: self.iteration("L1")),
-            "iter full": self.clock.median_ms(lambda: self.iteration("full")),
+            "fwd+bwd": self.clock.median_ms(partial(self.iteration, "L1", step=False)),
+            "iter": self.clock.median_ms(partial(self.iteration, "L1")),
+            "iter full": self.clock.median_ms(partial(self.iteration, "full")),
         }
-        result["peak_mb"] = self.peak_mb(self.forward_backward)
-        result["peak_iter_mb"] = self.peak_mb(lambda: self.iteration("full"))
+        result["peak_mb"] = self.peak_mb(partial(self.iteration, "L1", step=False))
+        result["peak_iter_mb"] = self.peak_mb(partial(self.iteration, "full"))
         return result | self.counts(row)
 
     def counts(self, row: Row) -> dict[str, Any]:
         """What the row's view is made of."""
-        rgb = self.forward().rgb
-        counts = rgb.grad_fn.frame.counts()
+        frame = self.forward().rgb.grad_fn.frame
+        counts, (lit, patches) = frame.counts(), frame.pair_counts()
         return {
             "rows": self.table.num_rows,
             "visible": sum(counts["visible"]),
             "pairs": sum(counts["intersections"]),
             "pixels": row.width * row.height,
+            "lit": lit,
+            "tested": 32 * patches,
             "checksum": self.checksum,
             "shards": self.shards,
         }
@@ -284,7 +279,9 @@ class Mgpu:
         return self.forward().rgb.detach().cpu().numpy()
 
     def stages(self, row: Row) -> dict[str, Any]:
-        """Median milliseconds by stage, for both objectives; wants MGPU_STAGE_TIMES=1."""
+        """Median milliseconds by stage, for both objectives, step by step; wants MGPU_STAGE_TIMES=1."""
+        from ns_mgpu_splat.splats.loss import l1_ssim_loss
+
         self.prepare(row)
         result: dict[str, Any] = {}
         for objective in ("L1", "full"):
@@ -298,14 +295,15 @@ class Mgpu:
                 lists.setdefault(stage, []).append((time.perf_counter() - start) * 1e3)
                 return value
 
+            weight = self._choose(objective)
             for _ in range(5 if self.clock.quick else 15):
                 rgb = self.forward().rgb
-                loss = timed("loss", partial(self.loss, rgb, objective))
+                loss = timed("loss", partial(l1_ssim_loss, rgb, self.targets[objective], ssim_weight=weight))
                 loss.backward()
                 for stage, seconds in self.adam.pending[-1].times():
                     lists.setdefault(stage, []).append(seconds * 1e3)
                 del rgb, loss
-                timed("step", partial(self.step, objective))
+                timed("step", self.adam.step)
             result[objective] = {stage: statistics.median(times[3:]) for stage, times in lists.items()}
         return {"stages": result} | self.counts(row)
 
@@ -507,8 +505,10 @@ def floors(counts: dict[str, Any], objective: str) -> dict[str, tuple[float, flo
     """Bytes and lane instructions that each stage cannot avoid: research/performance.md, section 5."""
     rows, visible, pairs, pixels = (counts[name] for name in ("rows", "visible", "pairs", "pixels"))
     full = objective == "full"
-    lit = counts.get("lit", 0)  # pairs of pixel and record that contribute
-    tested = counts.get("tested", 0)  # pixels of the patches in which one does
+    lit, tested = (
+        counts["lit"],
+        counts["tested"],
+    )  # pairs of pixel and record that contribute, or in whose patch one does
     return {
         "project": (48 * rows + (192 + 48) * visible, 450 * visible),
         "bin": (68 * visible + 26 * pairs, 0),

@@ -17,6 +17,7 @@
 #include "mesh/fork_join.h"
 #include "splat/bindings_frame.h"
 #include "splat/exchange.h"
+#include "splat/pair_counts.h"
 #include "splat/pipeline.h"
 
 namespace mgpu::splat {
@@ -270,6 +271,14 @@ MGPU_BINDINGS(render) {
       .def("record_grads", &frame_record_grads)
       .def("counts", &frame_counts)
       .def("tile_lists", &frame_tile_lists)
+      .def(
+          "pair_counts",
+          [](const Frame& frame) {
+            pybind11::gil_scoped_release no_gil;
+            const PairCounts counts = count_pairs(frame);
+            return std::make_pair(counts.lit, counts.patches);
+          },
+          "Pairs of a pixel, and of an 8 x 4 patch, with a record that contributes to it.")
       .def("read_neighbour", &read_neighbour, pybind11::arg("what"))
       .def("times", [](const Frame& frame) {
         std::vector<std::pair<std::string, double>> times;
