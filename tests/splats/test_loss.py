@@ -11,8 +11,8 @@ from torch import Tensor
 import ns_mgpu_splat
 from ns_mgpu_splat.splats.loss import l1_ssim_loss
 
-# Unequal sides, the smallest image with an SSIM centre, and more rows than a thread's piece.
-SIZES = [(11, 11), (11, 40), (37, 53), (97, 130)]
+# Unequal sides, the smallest image with an SSIM centre, more rows than a thread's piece, wider than two of a GPU's strips.
+SIZES = [(11, 11), (11, 40), (37, 53), (97, 130), (50, 331)]
 # float32 sums of 121 products: relative rounding of some 1e-6 in a pixel's gradient.
 GRADIENT_TOLERANCE = 1e-5
 
@@ -131,6 +131,28 @@ def test_bytes_count_as_255ths(device: torch.device) -> None:
     from_floats = fused(rgb, target / 255.0, device)
     assert torch.equal(from_bytes[0], from_floats[0])
     assert torch.equal(from_bytes[1], from_floats[1])
+
+
+@pytest.mark.parametrize("ssim_weight", [0.0, 0.2])
+def test_images_need_no_alignment(ssim_weight: float, device: torch.device) -> None:
+    """A photograph may be a part of a larger tensor, at any byte of it."""
+    rgb, target = images(33, 47, seed=6)
+    want = fused(rgb, target, device, ssim_weight=ssim_weight)
+    moved = torch.cat([torch.zeros(1, dtype=torch.uint8), target.flatten()]).to(device)[1:].view(target.shape)
+    leaf = torch.cat([torch.zeros(1), rgb.flatten()]).to(device)[1:].view(rgb.shape).requires_grad_(True)
+    loss = l1_ssim_loss(leaf, moved, ssim_weight=ssim_weight)
+    loss.backward()
+    assert leaf.grad is not None
+    assert torch.equal(loss.detach().cpu(), want[0])
+    assert torch.equal(leaf.grad.cpu(), want[1])
+
+
+@pytest.mark.parametrize("ssim_weight", [0.0, 0.2])
+def test_the_value_does_not_need_the_gradient(ssim_weight: float, device: torch.device) -> None:
+    rgb, target = images(45, 61, seed=7)
+    value = l1_ssim_loss(rgb.to(device), target.to(device), ssim_weight=ssim_weight)
+    assert not value.requires_grad
+    assert torch.equal(value.cpu(), fused(rgb, target, device, ssim_weight=ssim_weight)[0])
 
 
 @pytest.mark.parametrize(("height", "width"), [(10, 50), (50, 10), (1, 1), (7, 3)])
