@@ -13,6 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = ("render.py", "train_step.py", "device.py")
+GPU_BENCHMARKS = ("fast_step.py",)
 
 
 def machine() -> str:
@@ -35,6 +36,12 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=HERE.parent / ".bench", help="folder for the JSON files"
     )
+    parser.add_argument(
+        "--peer-site",
+        type=Path,
+        default=os.environ.get("MGPU_PEER_SITE"),
+        help="folder with gsplat 1.5.3, to be measured beside fast_step.py; default $MGPU_PEER_SITE",
+    )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
@@ -44,10 +51,13 @@ def main() -> int:
         f"{machine()}, {time.strftime('%Y-%m-%d')}, MGPU_DEVICES={environment.get('MGPU_DEVICES', 'all GPUs')}"
     )
     failed = []
-    for name in BENCHMARKS:
+    for name in (*BENCHMARKS, *(GPU_BENCHMARKS if arguments.gpu else ())):
         target = arguments.output / name.replace(".py", ".json")
         print(f"\n== {name} ==", flush=True)
-        done = subprocess.run([sys.executable, str(HERE / name), "--json", str(target)], env=environment)
+        command = [sys.executable, str(HERE / name), "--json", str(target)]
+        if name == "fast_step.py" and arguments.peer_site:
+            command += ["--peer", "gsplat", "--peer-site", str(arguments.peer_site)]
+        done = subprocess.run(command, env=environment)
         if done.returncode != 0:
             failed.append(name)
     print(f"\n{'FAILED: ' + ', '.join(failed) if failed else 'tables as JSON in ' + str(arguments.output)}")
