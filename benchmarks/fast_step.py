@@ -13,9 +13,10 @@ MGPU_STAGE_TIMES=1, each stage beside the floor that its counted work allows (re
 
     python benchmarks/fast_step.py [--rows 112k@1080p ...] [--peer gsplat] [--kernels] [--quick] [--json FILE]
 
-With `--peer gsplat`, gsplat runs beside it, in a process of its own and in turn (ours, gsplat, ours, gsplat), and the images
-are compared; of two runs the faster median counts. `--peer-site FOLDER` is where `pip install --no-deps --target FOLDER gsplat==1.5.3` put it, if it is not the one
-that Python finds; it compiles its CUDA code at its first use, about a minute.
+With `--peer gsplat`, gsplat runs beside it, in a process of its own and in turn (ours, gsplat, ours, gsplat): of two runs
+the faster median counts, and the images are compared. `--peer-site FOLDER` is where
+`pip install --no-deps --target FOLDER gsplat==1.5.3` put it, if it is not the one that Python finds; it compiles its CUDA
+code at its first use, about a minute.
 """
 
 from __future__ import annotations
