@@ -63,6 +63,12 @@ Tensor viewmat_grads(const std::vector<double>& sums) {
   return out;
 }
 
+std::vector<std::pair<std::string, double>> stage_times(const std::vector<StageTime>& times) {
+  std::vector<std::pair<std::string, double>> out;
+  for (const StageTime& time : times) out.emplace_back(time.stage, time.seconds);
+  return out;
+}
+
 const KeptAlive& kept_alive(const Frame& frame) {
   return *static_cast<const KeptAlive*>(frame.keep_alive.get());
 }

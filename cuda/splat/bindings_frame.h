@@ -6,6 +6,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -22,6 +23,9 @@ std::vector<View> views_of(const std::vector<CameraArguments>& cameras);
 
 // [C, 4, 4] on the CPU from [C, 12] sums, row-major 3x4.
 at::Tensor viewmat_grads(const std::vector<double>& sums);
+
+// (stage, seconds) in the order they ran.
+std::vector<std::pair<std::string, double>> stage_times(const std::vector<StageTime>& times);
 
 // Everything a frame's pointers lean on.
 struct KeptAlive {

@@ -280,11 +280,7 @@ MGPU_BINDINGS(render) {
           },
           "Pairs of a pixel, and of an 8 x 4 patch, with a record that contributes to it.")
       .def("read_neighbour", &read_neighbour, pybind11::arg("what"))
-      .def("times", [](const Frame& frame) {
-        std::vector<std::pair<std::string, double>> times;
-        for (const StageTime& time : frame.times) times.emplace_back(time.stage, time.seconds);
-        return times;
-      });
+      .def("times", [](const Frame& frame) { return stage_times(frame.times); });
   m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"),
         pybind11::arg("history"), pybind11::arg("cameras"), pybind11::arg("background"),
         pybind11::arg("antialiased"), pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"),

@@ -28,12 +28,15 @@ namespace {
 
 // A photograph and its mask, as the loss takes them; `which` is for messages.
 TrainTarget target_of(const at::Tensor& target, const std::optional<at::Tensor>& mask, int64_t height,
-                      int64_t width, c10::Device device, const std::string& which = "") {
+                      int64_t width, c10::Device device, int64_t which = -1) {
+  const auto name = [&](const char* what) {
+    return which < 0 ? std::string(what) : what + ("s[" + std::to_string(which) + "]");
+  };
   const bool bytes = target.scalar_type() == at::kByte;
   TORCH_CHECK_VALUE((bytes || target.scalar_type() == at::kFloat) && target.dim() == 3 &&
                         target.size(0) == height && target.size(1) == width && target.size(2) == 3 &&
                         target.is_contiguous() && target.device() == device,
-                    "target", which, " is ", shape_of(target), ", expected contiguous uint8 or float32 [",
+                    name("target"), " is ", shape_of(target), ", expected contiguous uint8 or float32 [",
                     height, ", ", width, ", 3] on ", device, ", as its image.");
   TrainTarget out;
   if (bytes)
@@ -44,7 +47,7 @@ TrainTarget target_of(const at::Tensor& target, const std::optional<at::Tensor>&
   TORCH_CHECK_VALUE((mask->scalar_type() == at::kBool || mask->scalar_type() == at::kByte) &&
                         mask->dim() == 2 && mask->size(0) == height && mask->size(1) == width &&
                         mask->is_contiguous() && mask->device() == device,
-                    "mask", which, " is ", shape_of(*mask), ", expected contiguous bool [", height, ", ",
+                    name("mask"), " is ", shape_of(*mask), ", expected contiguous bool [", height, ", ",
                     width, "] on ", device, ", as its image.");
   out.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
   return out;
@@ -97,56 +100,70 @@ py::dict report_of(const StepReport& report) {
 // What a training step leaves for Python.
 struct TrainResult {
   std::shared_ptr<Frame> frame;  // only if its gradients wait for a later step
-  TrainLosses losses;
-  StepReport step;
+  TrainOutcome outcome;
 };
 
-std::unique_ptr<TrainResult> train_step(const Tensors& columns, const Tensors& state,
-                                        const std::shared_ptr<History>& history,
-                                        const std::vector<CameraArguments>& cameras, const Tensors& targets,
-                                        const std::vector<std::optional<at::Tensor>>& masks,
-                                        const std::vector<std::shared_ptr<Frame>>& pending,
-                                        double ssim_weight, const Background& background, bool antialiased,
-                                        int sh_degree, bool wanted_viewmats, bool steps,
-                                        const std::array<double, kColumns>& lrs, double noise_scale,
-                                        double opacity_reg, double scale_reg, bool wanted_means) {
+ScreenGradients screen_gradients_of(const at::Tensor& sum, const at::Tensor& seen, bool absolute,
+                                    const Frame& frame) {
+  const int64_t rows = frame.columns.num_rows;
+  TORCH_CHECK_VALUE(sum.scalar_type() == at::kFloat && sum.dim() == 1 && sum.size(0) == rows &&
+                        sum.is_contiguous() && seen.scalar_type() == at::kInt && seen.dim() == 1 &&
+                        seen.size(0) == rows && seen.is_contiguous(),
+                    "the screen gradients are ", shape_of(sum), " and ", shape_of(seen),
+                    "; expected float32 and int32 [", rows, "] as the table's rows.");
+  declare_split(sum, frame.homes, "screen gradients");
+  declare_split(seen, frame.homes, "screen gradients");
+  return {sum.mutable_data_ptr<float>(), seen.mutable_data_ptr<int32_t>(), absolute};
+}
+
+using ScreenTensors = std::tuple<at::Tensor, at::Tensor, bool>;
+
+std::unique_ptr<TrainResult> train_step_tensors(
+    const Tensors& columns, const Tensors& state, const std::shared_ptr<History>& history,
+    const std::vector<CameraArguments>& cameras, const Tensors& targets,
+    const std::vector<std::optional<at::Tensor>>& masks, const std::vector<std::shared_ptr<Frame>>& pending,
+    double ssim_weight, const Background& background, bool antialiased, int sh_degree, bool wanted_viewmats,
+    bool wanted_step, const std::optional<ScreenTensors>& screen_gradients,
+    const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg, double scale_reg,
+    bool wanted_means) {
   py::gil_scoped_release release;
-  RenderSettings settings = render_settings(background, antialiased, sh_degree);
-  settings.wanted_depth = settings.wanted_absgrad = false;
-  auto out = std::make_unique<TrainResult>();
-  auto frame = make_frame(columns, state, history, cameras, settings);
   TORCH_CHECK_VALUE(targets.size() == cameras.size() && (masks.empty() || masks.size() == cameras.size()),
                     "there are ", cameras.size(), " cameras, ", targets.size(), " targets and ", masks.size(),
                     " masks; expected one of each.");
+  RenderSettings render = render_settings(background, antialiased, sh_degree);
+  render.wanted_depth = false;
+  render.wanted_absgrad = screen_gradients && std::get<2>(*screen_gradients);
+  auto out = std::make_unique<TrainResult>();
+  auto frame = make_frame(columns, state, history, cameras, render);
   std::vector<TrainTarget> photographs;
   for (size_t v = 0; v < targets.size(); ++v) {
     const View& view = frame->views[v];
     photographs.push_back(target_of(targets[v], masks.empty() ? std::nullopt : masks[v], view.height,
-                                    view.width, columns[0].device(), "s[" + std::to_string(v) + "]"));
+                                    view.width, columns[0].device(), static_cast<int64_t>(v)));
   }
-  TrainSettings train;
-  train.ssim_weight = static_cast<float>(ssim_weight);
-  train.wanted_viewmats = wanted_viewmats;
-  out->losses = render_loss_backward(*frame, photographs, train);
-  if (!steps) {
-    out->frame = std::move(frame);
-    return out;
+  TrainSettings settings;
+  settings.ssim_weight = static_cast<float>(ssim_weight);
+  settings.wanted_viewmats = wanted_viewmats;
+  settings.wanted_step = wanted_step;
+  settings.step = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means);
+  if (screen_gradients) {
+    const auto& [sum, seen, absolute] = *screen_gradients;
+    settings.screen_gradients = screen_gradients_of(sum, seen, absolute, *frame);
   }
-  std::vector<const Frame*> frames;
-  for (const auto& waiting : pending) frames.push_back(waiting.get());
-  frames.push_back(frame.get());
-  out->step = step(frames, frame->columns, frame->state, *history,
-                   step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means));
-  history->push(lrs, noise_scale);
+  std::vector<const Frame*> waiting;
+  for (const auto& earlier : pending) waiting.push_back(earlier.get());
+  out->outcome = train_step(*frame, std::move(waiting), photographs, settings, *history);
+  if (!wanted_step) out->frame = std::move(frame);
   return out;
 }
 
 // [views][3]: loss, L1, SSIM; waits for the device.
-std::vector<std::array<float, TrainLosses::kFloats>> losses_of(const TrainResult& result) {
+std::vector<std::array<float, TrainOutcome::kLossFloats>> losses_of(const TrainResult& result) {
+  constexpr size_t kFloats = TrainOutcome::kLossFloats;
   py::gil_scoped_release release;
-  const std::vector<float> all = to_vector(result.losses.value);
-  std::vector<std::array<float, TrainLosses::kFloats>> out(all.size() / TrainLosses::kFloats);
-  for (size_t i = 0; i < all.size(); ++i) out[i / TrainLosses::kFloats][i % TrainLosses::kFloats] = all[i];
+  const std::vector<float> all = to_vector(result.outcome.losses);
+  std::vector<std::array<float, kFloats>> out(all.size() / kFloats);
+  for (size_t i = 0; i < all.size(); ++i) out[i / kFloats][i % kFloats] = all[i];
   return out;
 }
 
@@ -188,15 +205,28 @@ MGPU_BINDINGS(train) {
   py::class_<TrainResult>(m, "TrainResult", "What one train_step leaves; losses stay on the device.")
       .def("losses", &losses_of)
       .def_property_readonly("frame", [](const TrainResult& result) { return result.frame; })
-      .def_property_readonly("report", [](const TrainResult& result) { return report_of(result.step); })
+      .def_property_readonly("report",
+                             [](const TrainResult& result) { return report_of(result.outcome.step); })
+      .def_property_readonly("times",
+                             [](const TrainResult& result) { return stage_times(result.outcome.times); })
       .def_property_readonly("dL_dviewmats", [](const TrainResult& result) {
-        return viewmat_grads(result.losses.dL_dviewmats);
+        return viewmat_grads(result.outcome.dL_dviewmats);
       });
-  m.def("train_step", &train_step, py::arg("columns"), py::arg("state"), py::arg("history"),
+  m.def("train_step", &train_step_tensors, py::arg("columns"), py::arg("state"), py::arg("history"),
         py::arg("cameras"), py::arg("targets"), py::arg("masks"), py::arg("pending"), py::arg("ssim_weight"),
         py::arg("background"), py::arg("antialiased"), py::arg("sh_degree"), py::arg("wanted_viewmats"),
-        py::arg("steps"), py::arg("lrs"), py::arg("noise_scale"), py::arg("opacity_reg"),
-        py::arg("scale_reg"), py::arg("wanted_means"));
+        py::arg("wanted_step"), py::arg("screen_gradients"), py::arg("lrs"), py::arg("noise_scale"),
+        py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"));
+  m.def(
+      "add_screen_gradients",
+      [](const Frame& frame, const ScreenTensors& to) {
+        py::gil_scoped_release release;
+        const auto& [sum, seen, absolute] = to;
+        TORCH_CHECK_VALUE(!absolute || frame.settings.wanted_absgrad,
+                          "the frame was rendered without absgrad.");
+        add_screen_gradients(frame, screen_gradients_of(sum, seen, absolute, frame));
+      },
+      py::arg("frame"), py::arg("to"));
 
   // Bring all rows up to date and forget the steps held.
   m.def("splat_flush", [](const Tensors& columns, const Tensors& state, History& history) {

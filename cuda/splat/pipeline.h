@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // pipeline.h: the stages in their order: a table of contents of one render and its way back.
 #pragma once
+#include <functional>
+
 #include "splat/blend.h"
 #include "splat/frame.h"
 #include "splat/project.h"
 
 namespace mgpu::splat {
+
+// Does the work of a stage and notes how long it took in frame.times. CUDA flavour: the host's time, or with
+// MGPU_STAGE_TIMES=1 the GPUs', for which the host waits around each stage.
+void run_stage(Frame& frame, const char* stage, const std::function<void()>& work);
 
 // Stage 2 alone. The frame has views, settings, columns (and state, history) and homes.
 void run_project(Frame& frame);

@@ -16,8 +16,6 @@ namespace mgpu::splat {
 
 namespace {
 
-// With MGPU_STAGE_TIMES=1 the host waits around each stage and frame.times is the GPUs' time; else it is the
-// host's.
 bool times_stages() {
   static const bool wanted = [] {
     const char* value = std::getenv("MGPU_STAGE_TIMES");
@@ -26,8 +24,9 @@ bool times_stages() {
   return wanted;
 }
 
-template <typename Work>
-void timed(Frame& frame, const char* stage, const Work& work) {
+}  // namespace
+
+void run_stage(Frame& frame, const char* stage, const std::function<void()>& work) {
   if (times_stages()) synchronise_shards();
   const auto start = std::chrono::steady_clock::now();
   work();
@@ -36,21 +35,19 @@ void timed(Frame& frame, const char* stage, const Work& work) {
       {stage, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
 }
 
-}  // namespace
-
 void run_project(Frame& frame) {
   JoinedOperator joined;
-  timed(frame, "project", [&] { project(frame); });
+  run_stage(frame, "project", [&] { project(frame); });
 }
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   JoinedOperator joined;
-  timed(frame, "assign", [&] { assign_tiles(frame); });
+  run_stage(frame, "assign", [&] { assign_tiles(frame); });
   run_project(frame);
-  timed(frame, "exchange", [&] { exchange_records(frame); });
-  timed(frame, "bin", [&] { bin_records(frame); });
+  run_stage(frame, "exchange", [&] { exchange_records(frame); });
+  run_stage(frame, "bin", [&] { bin_records(frame); });
   frame.images = images;
-  timed(frame, "blend", [&] { blend(frame); });
+  run_stage(frame, "blend", [&] { blend(frame); });
 }
 
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
@@ -58,8 +55,8 @@ void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
     throw std::logic_error("this frame was rendered without what its way back needs; render it in grad mode");
   }
   JoinedOperator joined;
-  timed(frame, "blend_backward", [&] { blend_backward(frame, grads); });
-  timed(frame, "return", [&] { return_gradients(frame); });
+  run_stage(frame, "blend_backward", [&] { blend_backward(frame, grads); });
+  run_stage(frame, "return", [&] { return_gradients(frame); });
 }
 
 }  // namespace mgpu::splat

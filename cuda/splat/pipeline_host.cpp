@@ -9,34 +9,29 @@
 
 namespace mgpu::splat {
 
-namespace {
-
-template <typename Work>
-void timed(Frame& frame, const char* stage, const Work& work) {
+void run_stage(Frame& frame, const char* stage, const std::function<void()>& work) {
   const auto start = std::chrono::steady_clock::now();
   work();
   frame.times.push_back(
       {stage, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
 }
 
-}  // namespace
-
 void run_project(Frame& frame) {
-  timed(frame, "project", [&] { project(frame); });
+  run_stage(frame, "project", [&] { project(frame); });
 }
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   run_project(frame);
-  timed(frame, "assign", [&] { assign_tiles(frame); });
-  timed(frame, "exchange", [&] { exchange_records(frame); });
-  timed(frame, "bin", [&] { bin_records(frame); });
+  run_stage(frame, "assign", [&] { assign_tiles(frame); });
+  run_stage(frame, "exchange", [&] { exchange_records(frame); });
+  run_stage(frame, "bin", [&] { bin_records(frame); });
   frame.images = images;
-  timed(frame, "blend", [&] { blend(frame); });
+  run_stage(frame, "blend", [&] { blend(frame); });
 }
 
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
-  timed(frame, "blend_backward", [&] { blend_backward(frame, grads); });
-  timed(frame, "return", [&] { return_gradients(frame); });
+  run_stage(frame, "blend_backward", [&] { blend_backward(frame, grads); });
+  run_stage(frame, "return", [&] { return_gradients(frame); });
 }
 
 }  // namespace mgpu::splat

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "splat/train_step.h"
 
+#include <utility>
+
 #include "splat/loss.h"
 #include "splat/pipeline.h"
 #include "splat/project.h"
@@ -11,16 +13,11 @@ namespace {
 
 int64_t pixels_of(const View& view) { return int64_t{view.height} * view.width; }
 
-}  // namespace
-
-TrainLosses render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
-                                 const TrainSettings& settings) {
+// Stages 2 to 8: afterwards frame.shards[*].grad holds the gradient of the views' mean loss.
+void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets, float ssim_weight,
+                          float* losses) {
   const size_t views = frame.views.size();
-  TrainLosses out;
-  out.value = Buffer<float>(static_cast<int64_t>(views) * TrainLosses::kFloats, 0);
-
-  // any shard may own a tile of a view
-  std::vector<Buffer<float>> rgb(views), accumulation(views), gradient(views);
+  std::vector<Buffer<float>> rgb(views), accumulation(views), gradient(views);  // any shard may own a tile
   std::vector<ImagePointers> images(views);
   for (size_t v = 0; v < views; ++v) {
     const int64_t pixels = pixels_of(frame.views[v]);
@@ -30,26 +27,50 @@ TrainLosses render_loss_backward(Frame& frame, const std::vector<TrainTarget>& t
   }
   run_forward(frame, images);
 
-  const float share = 1.0f / static_cast<float>(views);
   std::vector<ImageGradPointers> grads(views);
-  for (size_t v = 0; v < views; ++v) {
-    gradient[v] = Buffer<float>(3 * pixels_of(frame.views[v]), kExchange);
-    LossImages loss;
-    loss.rgb = rgb[v].data();
-    loss.target = targets[v].values;
-    loss.target_bytes = targets[v].bytes;
-    loss.mask = targets[v].mask;
-    loss.height = frame.views[v].height;
-    loss.width = frame.views[v].width;
-    l1_ssim_into(loss, settings.ssim_weight, gradient[v].data(),
-                 out.value.data() + static_cast<int64_t>(v) * TrainLosses::kFloats, share);
-    grads[v] = {gradient[v].data(), nullptr, nullptr};
-  }
+  run_stage(frame, "loss", [&] {
+    for (size_t v = 0; v < views; ++v) {
+      gradient[v] = Buffer<float>(3 * pixels_of(frame.views[v]), kExchange);
+      LossImages loss;
+      loss.rgb = rgb[v].data();
+      loss.target = targets[v].values;
+      loss.target_bytes = targets[v].bytes;
+      loss.mask = targets[v].mask;
+      loss.height = frame.views[v].height;
+      loss.width = frame.views[v].width;
+      l1_ssim_into(loss, ssim_weight, gradient[v].data(),
+                   losses + v * static_cast<size_t>(TrainOutcome::kLossFloats),
+                   1.0f / static_cast<float>(views));
+      grads[v] = {gradient[v].data(), nullptr, nullptr};
+    }
+  });
   run_backward(frame, grads);
+}
+
+}  // namespace
+
+TrainOutcome train_step(Frame& frame, std::vector<const Frame*> pending,
+                        const std::vector<TrainTarget>& targets, const TrainSettings& settings,
+                        History& history) {
+  const auto views = static_cast<int64_t>(frame.views.size());
+  TrainOutcome out;
+  out.losses = Buffer<float>(views * TrainOutcome::kLossFloats, 0);
+  render_loss_backward(frame, targets, settings.ssim_weight, out.losses.data());
   if (settings.wanted_viewmats) {
-    out.dL_dviewmats.resize(views * 12);
-    project_backward(frame, nullptr, out.dL_dviewmats.data());
+    out.dL_dviewmats.resize(static_cast<size_t>(views) * 12);
+    run_stage(frame, "viewmats", [&] { project_backward(frame, nullptr, out.dL_dviewmats.data()); });
   }
+  if (settings.screen_gradients) {
+    run_stage(frame, "screen gradients", [&] { add_screen_gradients(frame, *settings.screen_gradients); });
+  }
+  if (settings.wanted_step) {
+    pending.push_back(&frame);
+    run_stage(frame, "step", [&] {
+      out.step = step(pending, frame.columns, frame.state, history, settings.step);
+      history.push(settings.step.lrs, settings.step.noise_scale);
+    });
+  }
+  out.times = frame.times;
   return out;
 }
 

@@ -4,11 +4,13 @@
 // device until they are asked for.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "memory/buffer.h"
 #include "splat/frame.h"
 #include "splat/history.h"
+#include "splat/screen_gradients.h"
 #include "splat/step.h"
 
 namespace mgpu::splat {
@@ -24,18 +26,24 @@ struct TrainTarget {
 struct TrainSettings {
   float ssim_weight = 0.2f;
   bool wanted_viewmats = false;
+  bool wanted_step = true;  // false: the gradients wait in the frame
+  std::optional<ScreenGradients> screen_gradients;
+  StepSettings step;
 };
 
-// What is left of the losses of a step.
-struct TrainLosses {
-  static constexpr int kFloats = 3;  // loss, L1, SSIM
-  Buffer<float> value;               // lead shard; [views, kFloats]
+struct TrainOutcome {
+  static constexpr int kLossFloats = 3;
+  Buffer<float> losses;              // lead shard; [views, 3]: loss, L1, SSIM
   std::vector<double> dL_dviewmats;  // [views, 12], row-major 3x4; empty if not wanted
+  StepReport step;
+  std::vector<StageTime> times;  // in the order they ran, as Frame::times
 };
 
-// Stages 2 to 8: the gradient of the views' mean loss in frame.shards[*].grad, ready for `step`. The frame
-// has columns, views, settings and homes; `targets` has one entry a view.
-TrainLosses render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
-                                 const TrainSettings& settings);
+// Trains on the mean loss of the frame's views. The frame has columns, state, history, views, settings and
+// homes; `targets` has one entry a view. `pending`: frames of earlier calls whose gradients take part in the
+// step, which is then pushed to `history`.
+TrainOutcome train_step(Frame& frame, std::vector<const Frame*> pending,
+                        const std::vector<TrainTarget>& targets, const TrainSettings& settings,
+                        History& history);
 
 }  // namespace mgpu::splat

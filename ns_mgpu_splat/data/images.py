@@ -264,6 +264,14 @@ class BoundedCache(Generic[Value]):
                 if index not in self._ready and index not in self._coming:
                     self._coming[index] = self._pool.submit(self._load, index)
 
+    def ready(self, index: int) -> Value | None:
+        """Return a value if it is there or has just come, without waiting. Errors of `load` are raised here."""
+        with self._lock:
+            if index in self._ready:
+                return self._ready[index]
+            future = self._coming.get(index)
+        return self.get(index) if future is not None and future.done() else None
+
     def get(self, index: int) -> Value:
         """Return a value, waiting for it if need be. Errors of `load` are raised here."""
         with self._lock:

@@ -2,8 +2,8 @@
 """Hand out whole images and cameras, reading ahead and keeping a bounded number of bytes.
 
 The order of training images is a function of (seed, step) alone: a resumed run sees the images that an uninterrupted
-one would have seen, and there is no sampler state to lose. Images stay uint8 until the loss; they are copied to the
-device of the model one by one.
+one would have seen, and there is no sampler state to lose. Images stay uint8 until the loss; feed.py brings them to the
+device of the model.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tyro.conf import Suppress
 from ns_mgpu_splat.data.checks import DatasetError, Level
 from ns_mgpu_splat.data.images import BoundedCache, ImageSource
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
+from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed
 
 kReadAhead = 4  # images; two threads decode a 12-megapixel JPEG in about 0.1 s
 
@@ -48,6 +49,9 @@ class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
     image_cache_gib: float = 8.0
     """Host memory for decoded images in GiB, at most half of the machine's. Images beyond it are read again when their
     turn comes: lower it when the machine swaps, raise it when the disk is slow."""
+    device_cache_gib: float = 4.0
+    """Memory of the device for training images in GiB, at most an eighth of what is free when training starts. If all fit,
+    they are copied there once; if not, each is copied a little ahead of its use."""
     max_thread_workers: int | None = 2
     """Threads that decode images ahead of use. Raise it when steps wait for images; None takes one a core."""
     train_cameras_sampling_seed: int = 42
@@ -81,9 +85,11 @@ def read_picture(source: ImageSource) -> Picture:
     """Decode, rescale and undistort one image; in pinned memory where there is CUDA."""
     image, mask = source.read()
     pixels = torch.from_numpy(image if image.flags.writeable else image.copy())
+    kept = torch.from_numpy(np.ascontiguousarray(mask)) if mask is not None else None
     if torch.cuda.is_available():
         pixels = pixels.pin_memory()
-    return Picture(pixels, torch.from_numpy(np.ascontiguousarray(mask)) if mask is not None else None)
+        kept = kept.pin_memory() if kept is not None else None
+    return Picture(pixels, kept)
 
 
 class SplatDataset(InputDataset):
@@ -200,6 +206,7 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             raise SystemExit(f"mgpu-splat: {error}") from None
         self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
         self._order: tuple[int, np.ndarray] | None = None
+        self._feed: ImageFeed | None = None
         self._next_eval = 0
         DataManager.__init__(self)
 
@@ -229,10 +236,29 @@ class MgpuSplatDatamanager(FullImageDatamanager):
 
     def next_train(self, step: int) -> tuple[Cameras, dict[str, Any]]:
         """The camera (on the host) and the image (uint8, on the model's device) of a step."""
-        count = len(self.train_dataset)
-        ahead = range(step + 1, step + 1 + min(kReadAhead, count - 1))
-        self.train_dataset.pictures.prefetch([self.train_index(s) for s in ahead])
-        return make_batch(self.train_dataset, self.train_index(step), self.device)
+        index, found = self.train_index(step), self.train_image(step)
+        batch: dict[str, Any] = {"image_idx": index, "image": found.image}
+        if found.mask is not None:
+            batch["mask"] = found.mask[..., None]
+        camera = self.train_dataset.cameras[index : index + 1]
+        camera.metadata = {"cam_idx": index}
+        return camera, batch
+
+    def train_image(self, step: int) -> DeviceImage:
+        """The image and mask of a step, on the model's device; those of the next steps are on their way."""
+        if self._feed is None:
+            self._feed = self._new_feed()
+        ahead = range(step + 1, step + 1 + min(kReadAhead, len(self.train_dataset) - 1))
+        return self._feed.get(self.train_index(step), [self.train_index(s) for s in ahead])
+
+    def _new_feed(self) -> ImageFeed:
+        cameras = self.train_dataset.cameras
+        channels = 3 + bool(self.train_dataset.metadata.get("has_alpha"))
+        total = int((cameras.width.long() * cameras.height.long()).sum()) * (channels + 1)
+        limit = self.config.device_cache_gib * 2**30
+        if torch.device(self.device).type == "mgpu":
+            limit = min(limit, torch.mgpu.mem_get_info()[0] / 8)  # type: ignore[attr-defined]
+        return ImageFeed(self.train_dataset.pictures, total, int(limit), self.device)
 
     def next_eval(self, step: int) -> tuple[Cameras, dict[str, Any]]:
         """The next held-out camera and image, in turn."""
@@ -264,10 +290,14 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         """Not kept, as `cached_train`."""
         raise RuntimeError("mgpu-splat reads images lazily; use fixed_indices_eval_dataloader.")
 
-    def get_train_rays_per_batch(self) -> int:
-        """Pixels of the first training image; read from its camera, not from the image."""
+    @cached_property
+    def _first_pixels(self) -> int:
         camera = self.train_dataset.cameras
         return int(camera.width[0].item() * camera.height[0].item())
+
+    def get_train_rays_per_batch(self) -> int:
+        """Pixels of the first training image; read from its camera, not from the image."""
+        return self._first_pixels
 
     def get_param_groups(self) -> dict[str, list[Parameter]]:
         """Nothing here is trained."""

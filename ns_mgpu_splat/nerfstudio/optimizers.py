@@ -54,6 +54,16 @@ class SplatOptimizers(Optimizers):
         self.config = config
         self.schedule_steps = schedule_steps
         self.model = model
+        # columns whose rate never changes, and the others
+        self._fixed: dict[str, float] = {}
+        self._moving: list[tuple[str, float, float, Any]] = []
+        for name, column in kColumnOf.items():
+            initial, schedule = float(config[name]["optimizer"].lr), config[name]["scheduler"]
+            scale = model.extent if name == "means" else 1.0
+            if schedule is None or schedule.is_constant(initial):
+                self._fixed[column] = initial * scale
+            else:
+                self._moving.append((column, initial, scale, schedule))
         self.table = SplatAdam(
             model.table,
             self.rates(0),
@@ -85,11 +95,9 @@ class SplatOptimizers(Optimizers):
 
     def rates(self, step: int) -> dict[str, float]:
         """Learning rates of the table's columns at a step; that of the means is per unit of the cameras' extent."""
-        rates = {}
-        for name, column in kColumnOf.items():
-            initial, schedule = float(self.config[name]["optimizer"].lr), self.config[name]["scheduler"]
-            rate = schedule.rate(step, initial, self.schedule_steps) if schedule is not None else initial
-            rates[column] = rate * (self.model.extent if name == "means" else 1.0)
+        rates = dict(self._fixed)
+        for column, initial, scale, schedule in self._moving:
+            rates[column] = schedule.rate(step, initial, self.schedule_steps) * scale
         return rates
 
     def zero_grad_some(self, param_groups: Iterable[str]) -> None:
@@ -113,17 +121,15 @@ class SplatOptimizers(Optimizers):
                 self.optimizers[name].step()
 
     def scheduler_step_all(self, step: int) -> None:
-        """Advance torch's schedulers and log all rates."""
-        for name, scheduler in self.schedulers.items():
+        """Advance torch's schedulers."""
+        for scheduler in self.schedulers.values():
             scheduler.step()
-            writer.put_scalar(
-                name=f"learning_rate/{name}", scalar=float(scheduler.get_last_lr()[0]), step=step
-            )
 
     def log_rates(self, step: int) -> None:
-        """Log the table's rates."""
-        for column, rate in self.rates(step).items():
-            writer.put_scalar(name=f"learning_rate/{column}", scalar=rate, step=step)
+        """Log all rates."""
+        others = {name: float(s.get_last_lr()[0]) for name, s in self.schedulers.items()}
+        for name, rate in {**self.rates(step), **others}.items():
+            writer.put_scalar(name=f"learning_rate/{name}", scalar=rate, step=step)
 
     def flush(self) -> None:
         """Replay the steps that rows out of view have missed, so that all rows are as dense Adam has them."""

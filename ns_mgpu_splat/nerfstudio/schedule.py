@@ -38,6 +38,10 @@ class DecayConfig(SchedulerConfig):
     max_steps: int | None = None
     """Step at which lr-final is reached; None takes --schedule-steps."""
 
+    def is_constant(self, initial: float) -> bool:
+        """Whether every step has the initial rate."""
+        return self.warmup_steps == 0 and (self.lr_final is None or initial <= 0)
+
     def rate(self, step: int, initial: float, schedule_steps: int) -> float:
         """The learning rate of a step (0 is the first)."""
         if step < self.warmup_steps:

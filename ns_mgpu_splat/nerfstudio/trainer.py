@@ -8,7 +8,6 @@ atomically. A first Ctrl-C or SIGTERM ends the run after the current step, with 
 
 from __future__ import annotations
 
-import functools
 import signal
 import threading
 import time
@@ -36,6 +35,7 @@ from ns_mgpu_splat.nerfstudio.device import shard_names
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline, MgpuSplatPipelineConfig
 from ns_mgpu_splat.nerfstudio.presets import apply_preset, is_preset
+from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_step, why_autograd
 
 
 @dataclass
@@ -145,6 +145,33 @@ class MgpuSplatTrainerConfig(TrainerConfig):
             ) from None
 
 
+class StepClock:
+    """Measures steps over laps, so that the host need not wait for the device after each; stands still while stopped."""
+
+    def __init__(self) -> None:
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Begin; `step` is the next one."""
+        self._began, self._first = time.perf_counter(), step
+
+    def lap(self, step: int) -> float:
+        """Mean seconds of the steps up to this one, included; the next lap begins."""
+        now = time.perf_counter()
+        seconds = (now - self._began) / max(1, step + 1 - self._first)
+        self._began, self._first = now, step + 1
+        return max(seconds, 1e-9)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is done in here is no part of a step."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - start
+
+
 class MgpuSplatTrainer(Trainer):
     """See the module's text."""
 
@@ -161,6 +188,9 @@ class MgpuSplatTrainer(Trainer):
         self._loaded: dict[str, Any] | None = None
         self._stop_signal: int | None = None
         self._saved_step: int | None = None
+        self._native: NativeSteps | None = None
+        self._unlogged: tuple[int, StepResult, float] | None = None
+        self._clock = StepClock()
         self.stop_training = False
 
     # ---- setting up -----------------------------------------------------------------------------------------------
@@ -275,7 +305,9 @@ class MgpuSplatTrainer(Trainer):
             self.step = self._start_step - 1
             self._after_train()
             return
+        self._choose_steps()
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME), self._signals():
+            self._clock.start(self._start_step)
             for step in range(self._start_step, end):
                 self.step = step
                 while self.training_state == "paused" and not self._stopping():
@@ -284,6 +316,7 @@ class MgpuSplatTrainer(Trainer):
                     self.step = step - 1
                     break
                 self._one_step(step)
+            self._log_waiting()
         if self._stop_signal is not None:
             if self.step < self._start_step:
                 CONSOLE.print("Stopped before the first step: there is nothing new to save.")
@@ -303,55 +336,76 @@ class MgpuSplatTrainer(Trainer):
     def _stopping(self) -> bool:
         return self.stop_training or self._stop_signal is not None
 
+    def _choose_steps(self) -> None:
+        """Steps are native unless something needs autograd: then one line says what."""
+        why = why_autograd(self.pipeline.model, self.pipeline, self.optimizers)
+        if why is None:
+            self._native = NativeSteps(self.pipeline, self.optimizers)
+        else:
+            CONSOLE.print(f"Steps go through autograd, which is slower: {why}.")
+
     def _one_step(self, step: int) -> None:
         try:
-            with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
-                self.pipeline.train()
+            with self.train_lock:
+                if not self.pipeline.model.training:
+                    self.pipeline.train()
                 self._call_back(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
-                loss, loss_dict, metrics_dict = self.train_iteration(step)
+                result = self.train_iteration(step)
                 self._call_back(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._give_up(step, f"memory ran out. {error}")
         except ImageError as error:
             self._give_up(step, str(error))
-        writer.put_time(
-            name="Train Iter / Sec", duration=1 / max(timer.duration, 1e-9), step=step, avg_over_steps=True
-        )
-        self._update_viewer_state(step)
+        # numbers are read a step late, when they are there: asking for those of this step would wait for the device
+        self._log_waiting()
         if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
-            writer.put_scalar(name="Train Loss", scalar=float(loss), step=step)
-            writer.put_dict(name="Train Loss Dict", scalar_dict=loss_dict, step=step)
-            writer.put_dict(name="Train Metrics Dict", scalar_dict=metrics_dict, step=step)
-            self.optimizers.log_rates(step)
-        if len(self.pipeline.datamanager.eval_dataset) > 0:
-            try:
-                with self.train_lock, self._random_state_kept():
-                    self.eval_iteration(step)
-            except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
-                CONSOLE.print(
-                    f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]"
-                )
-                CONSOLE.print(str(error), markup=False)
+            self._unlogged = (step, result, self._clock.lap(step))
+        self._update_viewer_state(step)
+        if self._evaluates_at(step) and len(self.pipeline.datamanager.eval_dataset) > 0:
+            self._log_waiting()
+            with self._clock.stopped():
+                self._evaluate(step)
         # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
         if (step + 1) % max(1, self.config.steps_per_save) == 0 and step + 1 < self.config.max_num_iterations:
-            self.save_checkpoint(step)
+            self._log_waiting()
+            with self._clock.stopped():
+                self.save_checkpoint(step)
+
+    def _evaluate(self, step: int) -> None:
+        try:
+            with self.train_lock, self._random_state_kept():
+                self.eval_iteration(step)
+        except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
+            CONSOLE.print(
+                f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]"
+            )
+            CONSOLE.print(str(error), markup=False)
+        writer.write_out_storage()
+
+    def _log_waiting(self) -> None:
+        """Write the numbers of the latest step that is to be logged, if that was not done yet."""
+        if self._unlogged is None:
+            return
+        (step, result, seconds), self._unlogged = self._unlogged, None
+        writer.put_time(name=EventName.ITER_TRAIN_TIME, duration=seconds, step=step, update_eta=True)
+        writer.put_time(name="Train Iter / Sec", duration=1 / seconds, step=step)
+        pixels = self.pipeline.datamanager.get_train_rays_per_batch()
+        writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=pixels / seconds, step=step)
+        writer.put_scalar(name="Train Loss", scalar=result.loss, step=step)
+        writer.put_dict(name="Train Loss Dict", scalar_dict=result.losses, step=step)
+        writer.put_dict(name="Train Metrics Dict", scalar_dict=result.metrics, step=step)
+        self.optimizers.log_rates(step)
         writer.write_out_storage()
 
     def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:
             callback.run_callback_at_location(step, location=location)
 
-    def train_iteration(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        """Forward, backward and optimizer step; the loss, its parts and the metrics."""
-        groups = list(self.optimizers.parameters)
-        every = self.gradient_accumulation_steps
-        self.optimizers.zero_grad_some([g for g in groups if step % every[g] == 0])
-        _, loss_dict, metrics_dict = self.pipeline.get_train_loss_dict(step=step)
-        loss = functools.reduce(torch.add, loss_dict.values())
-        loss.backward()
-        self.optimizers.step_some([g for g in groups if step % every[g] == every[g] - 1], step)
-        self.optimizers.scheduler_step_all(step)
-        return loss.detach(), {k: v.detach() for k, v in loss_dict.items()}, metrics_dict
+    def train_iteration(self, step: int) -> StepResult:  # type: ignore[override]
+        """Forward, backward and optimizer step."""
+        if self._native is not None:
+            return self._native(self.gradient_accumulation_steps, step)
+        return autograd_step(self.pipeline, self.optimizers, self.gradient_accumulation_steps, step)
 
     def _give_up(self, step: int, why: str) -> None:
         """End the run with what the last whole step left."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ns_mgpu_splat.device import native
 from ns_mgpu_splat.splats.table import COLUMNS, COPY_ROWS, SplatTable, grow_parameter, reserve, resized
+
+if TYPE_CHECKING:
+    from ns_mgpu_splat.splats.train import ScreenGradients
 
 STATE_VERSION = 1
 FLUSH_EVERY = 1000  # steps; bounds the history (native limit: AdamHistory.max_steps)
@@ -92,6 +95,11 @@ class SplatAdam:
             self.pending, self.table.columns(), self.state(), self.history, *self.step_arguments()
         )
         self.stepped(report)
+
+    def add_screen_gradients(self, to: ScreenGradients) -> None:
+        """Add those of all pending frames; call it between `backward()` and `step()`."""
+        for frame in self.pending:
+            native().add_screen_gradients(frame, to.arguments())
 
     def step_arguments(self) -> tuple[Any, ...]:
         """What the native functions that step take last: rates, noise, weights of the regularisers, report_means."""

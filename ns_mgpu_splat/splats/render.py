@@ -61,6 +61,7 @@ def render(
     antialiased: bool = False,
     sh_degree: int | None = None,
     depth: bool = True,
+    absgrad: bool = False,
     optimizer: SplatAdam | None = None,
 ) -> list[Rendered]:
     """Render the Gaussians of `table` in each camera.
@@ -72,6 +73,7 @@ def render(
         antialiased: dim opacities by sqrt(det / dilated det) (Mip-Splatting, arXiv 2311.16493).
         sh_degree: use the bands up to this one; None: all of the table's.
         depth: accumulate depth, too; False is cheaper, above all on the way back.
+        absgrad: have sums of absolute gradients of the means in the image, for `SplatAdam.add_screen_gradients`.
         optimizer: read rows as they are after its latest step, although not all of them have been written yet; in grad
             mode backward leaves the rows' gradients in `optimizer.pending` for `optimizer.step()`, and no column gets a
             `.grad`. None: plain autograd.
@@ -92,6 +94,7 @@ def render(
         bool(antialiased),
         degree,
         bool(depth),
+        bool(absgrad),
         optimizer,
         torch.is_grad_enabled(),
     )
@@ -112,6 +115,7 @@ class _Call:
     antialiased: bool
     sh_degree: int
     wanted_depth: bool
+    wanted_absgrad: bool
     optimizer: SplatAdam | None
     wanted_backward: bool
 
@@ -135,6 +139,7 @@ class _Render(torch.autograd.Function):
             call.sh_degree,
             call.wanted_depth,
             wanted_backward=call.wanted_backward,
+            wanted_absgrad=call.wanted_absgrad,
         )
         ctx.optimizer, ctx.returned = optimizer, False
         flat = tuple(image for triple in images for image in triple)

@@ -25,7 +25,7 @@ train_iteration = MgpuSplatTrainer.train_iteration
 def recorded(self: MgpuSplatTrainer, step: int):
     """The trainer's iteration; its loss is kept."""
     result = train_iteration(self, step)
-    LOSSES.append(float(result[0]))
+    LOSSES.append(result.loss)
     return result
 
 

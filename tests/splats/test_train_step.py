@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ns_mgpu_splat
 from ns_mgpu_splat import Camera, SplatAdam, SplatTable, render, train_step
+from ns_mgpu_splat.splats import ScreenGradients
 from ns_mgpu_splat.splats.loss import l1_ssim_loss
 
 LRS = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
@@ -161,6 +162,39 @@ def test_pose_gradients_are_those_of_autograd() -> None:
     assert torch.equal(report.viewmat_grads, torch.stack([v.grad for v in wanted]))
     assert float(report.viewmat_grads.abs().max()) > 0
     pair.assert_equal()
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_screen_gradients_are_norms_of_the_records_gradients(absolute: bool) -> None:
+    """Oracle: gsplat's DefaultStrategy in torch: gradients times half an image and the number of cameras, norm, index_add."""
+    pair = Pair()
+    cameras = cameras_of(2)
+    targets = photographs(cameras)
+    sums = [
+        ScreenGradients(torch.zeros(ROWS).to("mgpu"), torch.zeros(ROWS).int().to("mgpu"), absolute)
+        for _ in "ab"
+    ]
+    expected, seen = torch.zeros(ROWS, dtype=torch.float64), torch.zeros(ROWS, dtype=torch.int32)
+    for _ in range(2):
+        images = render(pair.tables[0], cameras, optimizer=pair.adams[0], absgrad=absolute)
+        torch.stack(
+            [l1_ssim_loss(image.rgb, target) for image, target in zip(images, targets, strict=True)]
+        ).mean().backward()
+        (frame,) = pair.adams[0].pending
+        row, view = frame.records()[:2]
+        gradient = frame.record_grads()[:, 10:] if absolute else frame.record_grads()[:, :2]
+        half = torch.tensor([[c.width / 2, c.height / 2] for c in cameras])
+        norms = (gradient * half[view] * len(cameras)).double().norm(dim=1)
+        expected.index_add_(0, row, norms)
+        seen.index_add_(0, row, torch.ones_like(row, dtype=torch.int32))
+        pair.adams[0].add_screen_gradients(sums[0])
+        pair.adams[0].step()
+        pair.by_train_step(cameras, targets, screen_gradients=sums[1])
+        pair.assert_equal()
+    assert torch.equal(sums[0].sum.cpu(), sums[1].sum.cpu())
+    assert torch.equal(sums[1].seen.cpu(), seen)
+    assert torch.allclose(sums[1].sum.cpu().double(), expected, rtol=1e-5)
+    assert int(seen.max()) == 4
 
 
 def test_no_rows_and_nothing_in_sight() -> None:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of a run: in one native call where nothing stands against it, else through autograd.
+
+Both make the same update. What a step says about itself is read when it is asked for: reading waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager
+from ns_mgpu_splat.nerfstudio.device import shard_memory
+from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
+from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers, kTable
+from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
+
+# What the native step does in one: where one of these is replaced, its replacement must run.
+kReplaced: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (
+        MgpuSplatModel,
+        ("get_outputs", "get_loss_dict", "get_metrics_dict", "_render", "_camera", "_target", "forward"),
+    ),
+    (MgpuSplatPipeline, ("get_train_loss_dict",)),
+    (MgpuSplatDatamanager, ("next_train", "train_index")),
+    (SplatOptimizers, ("step_some", "zero_grad_some", "rates")),
+)
+
+
+class StepResult:
+    """Losses and metrics of one step, by name; read from the device when first asked for."""
+
+    def __init__(
+        self, losses: Callable[[], dict[str, float]], metrics: Callable[[StepResult], dict[str, Any]]
+    ) -> None:
+        self._losses, self._metrics = losses, metrics
+
+    @cached_property
+    def losses(self) -> dict[str, float]:
+        """The parts of the loss."""
+        return self._losses()
+
+    @property
+    def loss(self) -> float:
+        """Their sum."""
+        return sum(self.losses.values())
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """PSNR in dB, number of Gaussians, memory of each shard, ..."""
+        return self._metrics(self)
+
+
+def why_autograd(
+    model: MgpuSplatModel, pipeline: MgpuSplatPipeline, optimizers: SplatOptimizers
+) -> str | None:
+    """What keeps steps from being native, in a few words; None if nothing does."""
+    if model.config.output_depth_during_training:
+        return "depth is wanted in training steps"
+    for mine, (standard, names) in zip(
+        (model, pipeline, pipeline.datamanager, optimizers), kReplaced, strict=True
+    ):
+        for name in names:
+            if getattr(type(mine), name) is not getattr(standard, name) or name in vars(mine):
+                return f"{type(mine).__name__}.{name} is replaced"
+    return None
+
+
+def autograd_step(
+    pipeline: MgpuSplatPipeline, optimizers: SplatOptimizers, every: dict[str, int], step: int
+) -> StepResult:
+    """Forward, backward and optimizer step through Nerfstudio's interfaces.
+
+    Args:
+        every: by group: in how many steps gradients accumulate before they are applied.
+    """
+    groups = list(optimizers.parameters)
+    optimizers.zero_grad_some([g for g in groups if step % every[g] == 0])
+    _, loss_dict, metrics = pipeline.get_train_loss_dict(step=step)
+    functools.reduce(torch.add, loss_dict.values()).backward()
+    optimizers.step_some([g for g in groups if step % every[g] == every[g] - 1], step)
+    optimizers.scheduler_step_all(step)
+    detached = {name: loss.detach() for name, loss in loss_dict.items()}
+    return StepResult(
+        lambda: {name: float(loss) for name, loss in detached.items()}, lambda _result: metrics
+    )
+
+
+class NativeSteps:
+    """Training steps in one native call each. The cameras are prepared once."""
+
+    def __init__(self, pipeline: MgpuSplatPipeline, optimizers: SplatOptimizers) -> None:
+        self.model, self.data, self.optimizers = pipeline.model, pipeline.datamanager, optimizers
+        self.refines = self.model.config.camera_optimizer.mode != "off"
+        self._cameras: dict[int, Any] = {}
+
+    def camera(self, index: int) -> Any:
+        """The camera of a training image; its viewmat requires grad where poses are refined."""
+        if self.refines:
+            camera = self.data.train_cameras[index : index + 1]
+            camera.metadata = {"cam_idx": index}
+            return self.model._camera(camera)
+        found = self._cameras.get(index)
+        if found is None:
+            found = self._cameras[index] = self.model._camera(self.data.train_cameras[index : index + 1])
+        return found
+
+    def __call__(self, every: dict[str, int], step: int) -> StepResult:
+        """The step; `every` as in `autograd_step`."""
+        from ns_mgpu_splat.splats.train import train_step
+
+        model, optimizers = self.model, self.optimizers
+        others = [group for group in optimizers.parameters if group != kTable]
+        accumulates = every[kTable]
+        if step % accumulates == 0:
+            optimizers.table.zero_pending()
+        optimizers.zero_grad_some([g for g in others if step % every[g] == 0])
+
+        index = self.data.train_index(step)
+        view = self.camera(index)
+        found = self.data.train_image(step)
+        model.last_size = (view.height, view.width)
+        background, target = model.background(), found.image
+        if target.shape[2] != 3:
+            target = model._target({"image": target}, background.to(target.device))
+        report = train_step(
+            model.table,
+            optimizers.table,
+            view,
+            target,
+            masks=found.mask,
+            ssim_weight=model.config.ssim_lambda,
+            background=background,
+            antialiased=model.config.rasterize_mode == "antialiased",
+            sh_degree=model.active_sh_degree(),
+            lrs=optimizers.rates(step),
+            viewmat_grads=self.refines,
+            accumulate=step % accumulates != accumulates - 1,
+        )
+        poses: dict[str, torch.Tensor] = {}
+        if self.refines:
+            self._refine(view.viewmat, report.viewmat_grads, poses)
+        optimizers.step_some([g for g in others if step % every[g] == every[g] - 1], step)
+        optimizers.scheduler_step_all(step)
+        rows = model.num_points
+
+        def losses() -> dict[str, float]:
+            return {"main_loss": report.loss, **{name: float(loss) for name, loss in poses.items()}}
+
+        def metrics(_result: StepResult) -> dict[str, Any]:
+            values: dict[str, Any] = {"gaussian_count": rows, "psnr": report.psnr}
+            for shard, used in enumerate(shard_memory()):
+                values[f"memory_mib/shard_{shard}"] = used / 2**20
+            model.camera_optimizer.get_metrics_dict(values)
+            return values
+
+        return StepResult(losses, metrics)
+
+    def _refine(
+        self, viewmat: torch.Tensor, dL_dviewmat: torch.Tensor | None, losses: dict[str, torch.Tensor]
+    ) -> None:
+        """Carry the pose's gradient back to the camera optimizer's parameters, and add its own losses."""
+        assert dL_dviewmat is not None
+        self.model.camera_optimizer.get_loss_dict(losses)
+        through = (viewmat * dL_dviewmat[0].to(viewmat.device)).sum()
+        functools.reduce(torch.add, losses.values(), through).backward()
+        losses.update({name: loss.detach() for name, loss in losses.items()})
