@@ -41,6 +41,11 @@ def shard_names() -> tuple[str, ...]:
     return tuple(torch.mgpu.mesh().shards)  # type: ignore[attr-defined]
 
 
+def synchronise() -> None:
+    """Wait until the device has done all that it was given."""
+    torch.mgpu.synchronize()  # type: ignore[attr-defined]
+
+
 def shard_memory() -> list[int]:
     """Bytes allocated on each shard now."""
     return [int(shard["allocated"]) for shard in torch.mgpu.memory_stats()["shards"]]  # type: ignore[attr-defined]

@@ -330,6 +330,7 @@ class MgpuSplatModel(SplatfactoModel):
             background=background,
             antialiased=self.config.rasterize_mode == "antialiased",
             sh_degree=self.active_sh_degree(),
+            depth=not self.training or self.config.output_depth_during_training,
             optimizer=optimizer,
         )
         if self.training:

@@ -85,9 +85,7 @@ def autograd_step(
     optimizers.step_some([g for g in groups if step % every[g] == every[g] - 1], step)
     optimizers.scheduler_step_all(step)
     detached = {name: loss.detach() for name, loss in loss_dict.items()}
-    return StepResult(
-        lambda: {name: float(loss) for name, loss in detached.items()}, lambda _result: metrics
-    )
+    return StepResult(lambda: {name: float(loss) for name, loss in detached.items()}, lambda _result: metrics)
 
 
 class NativeSteps:
@@ -152,7 +150,7 @@ class NativeSteps:
             return {"main_loss": report.loss, **{name: float(loss) for name, loss in poses.items()}}
 
         def metrics(_result: StepResult) -> dict[str, Any]:
-            values: dict[str, Any] = {"gaussian_count": rows, "psnr": report.psnr}
+            values: dict[str, Any] = {"gaussian_count": rows}
             for shard, used in enumerate(shard_memory()):
                 values[f"memory_mib/shard_{shard}"] = used / 2**20
             model.camera_optimizer.get_metrics_dict(values)

@@ -31,7 +31,7 @@ from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
-from ns_mgpu_splat.nerfstudio.device import shard_names
+from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline, MgpuSplatPipelineConfig
 from ns_mgpu_splat.nerfstudio.presets import apply_preset, is_preset
@@ -153,7 +153,15 @@ class StepClock:
 
     def start(self, step: int) -> None:
         """Begin; `step` is the next one."""
+        self._idle = 0.0
         self._began, self._first = time.perf_counter(), step
+        self._all_began, self._all_first = self._began, step
+
+    def total(self, step: int) -> tuple[int, float, float]:
+        """Since `start`, up to this step, included: steps, seconds, and steps a second while not stopped."""
+        now, steps = time.perf_counter(), step + 1 - self._all_first
+        seconds = now - self._all_began
+        return steps, seconds, steps / max(1e-9, seconds - self._idle)
 
     def lap(self, step: int) -> float:
         """Mean seconds of the steps up to this one, included; the next lap begins."""
@@ -169,7 +177,9 @@ class StepClock:
         try:
             yield
         finally:
-            self._began += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._began += seconds
+            self._idle += seconds
 
 
 class MgpuSplatTrainer(Trainer):
@@ -317,6 +327,7 @@ class MgpuSplatTrainer(Trainer):
                     break
                 self._one_step(step)
             self._log_waiting()
+            self._say_how_long()
         if self._stop_signal is not None:
             if self.step < self._start_step:
                 CONSOLE.print("Stopped before the first step: there is nothing new to save.")
@@ -332,6 +343,15 @@ class MgpuSplatTrainer(Trainer):
                 "mgpu-splat: training was ended before its first step: there is nothing new to save."
             )
         self._after_train()
+
+    def _say_how_long(self) -> None:
+        """Also what evaluations and checkpoints on the way took."""
+        synchronise()
+        steps, seconds, rate = self._clock.total(self.step)
+        if steps > 0:
+            CONSOLE.print(
+                f"Trained {steps:,} steps in {seconds:.2f} s, {rate:.1f} steps/s while not saving or evaluating."
+            )
 
     def _stopping(self) -> bool:
         return self.stop_training or self._stop_signal is not None
@@ -482,7 +502,8 @@ class MgpuSplatTrainer(Trainer):
             CONSOLE.print(str(error), markup=False)
             return
         writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict=metrics, step=self.step)
-        CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB.")
+        ssim = f", SSIM {metrics['ssim']:.4f}" if "ssim" in metrics else ""
+        CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB{ssim}.")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from nerfstudio.engine.trainer import Trainer
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
-from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
+from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer, StepClock
 
 STEPS = 3
 
@@ -40,8 +40,11 @@ def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     trainer.base_dir, trainer.checkpoint_dir, trainer.callbacks = tmp_path, tmp_path, []
     trainer.training_state, trainer.stop_training, trainer._stop_signal = "training", False, None
     trainer._start_step, trainer._saved_step = 0, None
+    trainer._unlogged, trainer._clock = None, StepClock()
     monkeypatch.setattr(trainer, "_init_viewer_state", lambda: None)
     monkeypatch.setattr(trainer, "_signals", contextlib.nullcontext)
+    monkeypatch.setattr(trainer, "_choose_steps", lambda: None)
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.trainer.synchronise", lambda: None)
     monkeypatch.setattr(trainer, "_one_step", lambda step: events.append(f"step {step}"))
     trainer.optimizers = MagicMock()
     trainer.optimizers.state.return_value = {}

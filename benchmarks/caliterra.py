@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train on real photographs, with the plug-in's data and defaults: by a bare loop, and through `ns-train`.
+
+The bare loop is the least that a user of the library writes: `train_step`, `McmcStrategy`, nothing of Nerfstudio's loop.
+Prints seconds of the training loop, steps a second, and PSNR and SSIM over the held-out images (every 8th).
+
+    python benchmarks/caliterra.py [--data DIR] [--steps N] [--seeds 42 43 44] [--runs bare ns-train] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CAP = 1_000_000
+
+
+def data_folder() -> Path:
+    """caliterra_aerial in $MGPU_TEST_DATA, or in ../shared/data."""
+    folder = os.environ.get("MGPU_TEST_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data"
+    return Path(folder) / "caliterra_aerial"
+
+
+def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    """Train without Nerfstudio's loop; scores by its pipeline."""
+    from ns_mgpu_splat import train_step
+    from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+    from ns_mgpu_splat.nerfstudio.device import start_device
+    from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
+
+    device = start_device()
+    config = copy.deepcopy(mgpu_splat.config)
+    config.pipeline.datamanager.data = data
+    config.pipeline.datamanager.train_cameras_sampling_seed = seed
+    config.pipeline.datamanager.dataparser.downscale_factor = options["downscale"]
+    config.pipeline.model.max_gaussians = CAP
+    pipeline = config.pipeline.setup(device=device, test_mode="val")
+    model, images = pipeline.model, pipeline.datamanager.train_dataset
+    optimizers = SplatOptimizers(config.optimizers, pipeline.get_param_groups(), model, steps, seed)
+    model.start_training(optimizers.table, steps, seed)
+    table, adam, strategy = model.table, optimizers.table, model.strategy
+    cameras = [model._camera(images.cameras[i : i + 1]) for i in range(len(images))]
+    targets = [images.picture(i).image.to(device) for i in range(len(images))]
+
+    torch.mgpu.synchronize()  # type: ignore[attr-defined]
+    start = time.perf_counter()
+    for step in range(steps):
+        index = pipeline.datamanager.train_index(step)
+        train_step(
+            table,
+            adam,
+            cameras[index],
+            targets[index],
+            ssim_weight=model.config.ssim_lambda,
+            sh_degree=min(step // model.config.sh_degree_interval, model.config.sh_degree),
+            lrs=optimizers.rates(step),
+        )
+        strategy.post_step(table, adam, step)
+    torch.mgpu.synchronize()  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - start
+
+    model.step = steps
+    scores = pipeline.get_average_eval_image_metrics()
+    return {
+        "seconds": seconds,
+        "steps_per_second": steps / seconds,
+        "psnr": scores["psnr"],
+        "ssim": scores["ssim"],
+        "gaussians": table.num_rows,
+    }
+
+
+def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    """Train with Nerfstudio's command, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = "import sys; sys.argv[0] = 'ns-train'; from nerfstudio.scripts.train import entrypoint; entrypoint()"
+        command = [sys.executable, "-c", start, "mgpu-splat", "--data", data, "--output-dir", folder]
+        command += ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True"]
+        command += ["--max-num-iterations", steps, "--schedule-steps", steps, "--machine.seed", seed]
+        command += ["--pipeline.model.max-gaussians", CAP]
+        command += ["--pipeline.datamanager.train-cameras-sampling-seed", seed]
+        command += ["--pipeline.datamanager.dataparser.downscale-factor", options["downscale"]]
+        env = {**os.environ, "COLUMNS": "200"}
+        env.setdefault("NERFSTUDIO_METHOD_CONFIGS", "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat")
+        done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True)
+        if options["log"]:
+            options["log"].write_text(done.stdout + done.stderr)
+        text = " ".join(done.stdout.split())
+        trained = re.search(r"Trained ([\d,]+) steps in ([\d.]+) s, ([\d.]+) steps/s", text)
+        scored = re.search(r"held-out images: PSNR ([\d.]+) dB, SSIM ([\d.]+)", text)
+        counts = re.findall(r"([\d,]+) Gaussians", text)
+        if done.returncode != 0 or trained is None or scored is None:
+            sys.exit(f"ns-train ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        return {
+            "seconds": float(trained[2]),
+            "steps_per_second": float(trained[3]),
+            "psnr": float(scored[1]),
+            "ssim": float(scored[2]),
+            "gaussians": int(counts[-1].replace(",", "")),
+        }
+
+
+def main() -> None:
+    """Run, print a line for each run and the means, and write JSON if asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=data_folder(), help="a Nerfstudio or COLMAP folder")
+    parser.add_argument("--steps", type=int, default=7000, help="steps; schedules are as long")
+    parser.add_argument("--downscale", type=int, default=1, help="divide the images' sides by this")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of noise, draws and image order")
+    parser.add_argument(
+        "--runs", nargs="+", choices=["bare", "ns-train"], default=["bare", "ns-train"], help="which loops"
+    )
+    parser.add_argument("--log", type=Path, help="file for what ns-train prints")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    options = {"downscale": arguments.downscale, "log": arguments.log}
+    rows: list[dict[str, Any]] = []
+    print(f"{'run':10}{'seed':>6}{'s':>9}{'steps/s':>10}{'PSNR dB':>9}{'SSIM':>8}{'Gaussians':>12}")
+    for run in arguments.runs:
+        for seed in arguments.seeds:
+            figures = (bare if run == "bare" else ns_train)(arguments.data, arguments.steps, seed, options)
+            rows.append({"run": run, "seed": seed, **figures})
+            _print(run, str(seed), figures)
+    for run in arguments.runs:
+        mine = [row for row in rows if row["run"] == run]
+        if len(mine) > 1:
+            keys = [key for key in mine[0] if key not in ("run", "seed")]
+            _print(run, "mean", {key: sum(row[key] for row in mine) / len(mine) for key in keys})
+    if len(arguments.runs) == 2:
+        rates = [
+            sum(row["steps_per_second"] for row in rows if row["run"] == run) for run in ("bare", "ns-train")
+        ]
+        print(f"ns-train's steps/s are {100 * rates[1] / rates[0]:.0f} % of the bare loop's")
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"benchmark": "caliterra", "torch": torch.__version__, "rows": rows}, indent=2) + "\n"
+        )
+
+
+def _print(run: str, seed: str, figures: dict[str, float]) -> None:
+    print(
+        f"{run:10}{seed:>6}{figures['seconds']:9.2f}{figures['steps_per_second']:10.1f}{figures['psnr']:9.2f}"
+        f"{figures['ssim']:8.4f}{figures['gaussians']:12,.0f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
