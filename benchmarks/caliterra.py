@@ -10,7 +10,9 @@ Prints seconds of the training loop, steps a second, and PSNR and SSIM over the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import fcntl
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,31 @@ def data_folder() -> Path:
     return Path(folder) / "caliterra_aerial"
 
 
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """Hold an exclusive lock, so that benchmarks of other processes wait."""
+    with contextlib.ExitStack() as stack:
+        if lock is not None:
+            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        yield
+
+
+# ns-train that takes the lock for the training loop alone
+NS_TRAIN = """
+import sys
+from pathlib import Path
+sys.argv[0] = 'ns-train'
+sys.path.insert(0, {folder!r})
+from caliterra import alone
+from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer as T
+from nerfstudio.scripts.train import entrypoint
+lock, choose, say = alone({lock}), T._choose_steps, T._say_how_long
+T._choose_steps = lambda self: (lock.__enter__(), choose(self))
+T._say_how_long = lambda self: (say(self), lock.__exit__(None, None, None))
+entrypoint()
+"""
+
+
 def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
     """Train without Nerfstudio's loop; scores by its pipeline."""
     from ns_mgpu_splat import train_step
@@ -40,7 +68,7 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
     from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 
     device = start_device()
-    config = copy.deepcopy(mgpu_splat.config)
+    config: Any = copy.deepcopy(mgpu_splat.config)
     config.pipeline.datamanager.data = data
     config.pipeline.datamanager.train_cameras_sampling_seed = seed
     config.pipeline.datamanager.dataparser.downscale_factor = options["downscale"]
@@ -53,22 +81,23 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
     cameras = [model._camera(images.cameras[i : i + 1]) for i in range(len(images))]
     targets = [images.picture(i).image.to(device) for i in range(len(images))]
 
-    torch.mgpu.synchronize()  # type: ignore[attr-defined]
-    start = time.perf_counter()
-    for step in range(steps):
-        index = pipeline.datamanager.train_index(step)
-        train_step(
-            table,
-            adam,
-            cameras[index],
-            targets[index],
-            ssim_weight=model.config.ssim_lambda,
-            sh_degree=min(step // model.config.sh_degree_interval, model.config.sh_degree),
-            lrs=optimizers.rates(step),
-        )
-        strategy.post_step(table, adam, step)
-    torch.mgpu.synchronize()  # type: ignore[attr-defined]
-    seconds = time.perf_counter() - start
+    with alone(options["lock"]):
+        torch.mgpu.synchronize()  # type: ignore[attr-defined]
+        start = time.perf_counter()
+        for step in range(steps):
+            index = pipeline.datamanager.train_index(step)
+            train_step(
+                table,
+                adam,
+                cameras[index],
+                targets[index],
+                ssim_weight=model.config.ssim_lambda,
+                sh_degree=min(step // model.config.sh_degree_interval, model.config.sh_degree),
+                lrs=optimizers.rates(step),
+            )
+            strategy.post_step(table, adam, step)
+        torch.mgpu.synchronize()  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - start
 
     model.step = steps
     scores = pipeline.get_average_eval_image_metrics()
@@ -83,9 +112,12 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
 
 def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
     """Train with Nerfstudio's command, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        start = "import sys; sys.argv[0] = 'ns-train'; from nerfstudio.scripts.train import entrypoint; entrypoint()"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options["keep"] or temporary
+        lock = f"Path({str(options['lock'])!r})" if options["lock"] else "None"
+        start = NS_TRAIN.format(folder=str(Path(__file__).parent), lock=lock)
         command = [sys.executable, "-c", start, "mgpu-splat", "--data", data, "--output-dir", folder]
+        command += ["--experiment-name", "caliterra", "--timestamp", f"seed-{seed}"]
         command += ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True"]
         command += ["--max-num-iterations", steps, "--schedule-steps", steps, "--machine.seed", seed]
         command += ["--pipeline.model.max-gaussians", CAP]
@@ -98,7 +130,7 @@ def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict
             options["log"].write_text(done.stdout + done.stderr)
         text = " ".join(done.stdout.split())
         trained = re.search(r"Trained ([\d,]+) steps in ([\d.]+) s, ([\d.]+) steps/s", text)
-        scored = re.search(r"held-out images: PSNR ([\d.]+) dB, SSIM ([\d.]+)", text)
+        scored = re.search(r"held-out images: PSNR ([\d.]+) dB, SSIM (\d\.\d+)", text)
         counts = re.findall(r"([\d,]+) Gaussians", text)
         if done.returncode != 0 or trained is None or scored is None:
             sys.exit(f"ns-train ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -123,10 +155,12 @@ def main() -> None:
     parser.add_argument(
         "--runs", nargs="+", choices=["bare", "ns-train"], default=["bare", "ns-train"], help="which loops"
     )
+    parser.add_argument("--keep", type=Path, help="folder for what ns-train writes")
+    parser.add_argument("--lock", type=Path, help="file to lock while training, against other benchmarks")
     parser.add_argument("--log", type=Path, help="file for what ns-train prints")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    options = {"downscale": arguments.downscale, "log": arguments.log}
+    options = vars(arguments)
     rows: list[dict[str, Any]] = []
     print(f"{'run':10}{'seed':>6}{'s':>9}{'steps/s':>10}{'PSNR dB':>9}{'SSIM':>8}{'Gaussians':>12}")
     for run in arguments.runs:

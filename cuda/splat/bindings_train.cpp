@@ -101,6 +101,7 @@ py::dict report_of(const StepReport& report) {
 struct TrainResult {
   std::shared_ptr<Frame> frame;  // only if its gradients wait for a later step
   TrainOutcome outcome;
+  Tensors images;  // if wanted
 };
 
 ScreenGradients screen_gradients_of(const at::Tensor& sum, const at::Tensor& seen, bool absolute,
@@ -123,7 +124,7 @@ std::unique_ptr<TrainResult> train_step_tensors(
     const std::vector<CameraArguments>& cameras, const Tensors& targets,
     const std::vector<std::optional<at::Tensor>>& masks, const std::vector<std::shared_ptr<Frame>>& pending,
     double ssim_weight, const Background& background, bool antialiased, int sh_degree, bool wanted_viewmats,
-    bool wanted_step, const std::optional<ScreenTensors>& screen_gradients,
+    bool wanted_step, bool wanted_images, const std::optional<ScreenTensors>& screen_gradients,
     const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg, double scale_reg,
     bool wanted_means) {
   py::gil_scoped_release release;
@@ -140,6 +141,9 @@ std::unique_ptr<TrainResult> train_step_tensors(
     const View& view = frame->views[v];
     photographs.push_back(target_of(targets[v], masks.empty() ? std::nullopt : masks[v], view.height,
                                     view.width, columns[0].device(), static_cast<int64_t>(v)));
+    if (!wanted_images) continue;
+    out->images.push_back(at::empty({view.height, view.width, 3}, columns[0].options().requires_grad(false)));
+    photographs.back().image = floats(out->images.back(), "image");
   }
   TrainSettings settings;
   settings.ssim_weight = static_cast<float>(ssim_weight);
@@ -207,6 +211,7 @@ MGPU_BINDINGS(train) {
       .def_property_readonly("frame", [](const TrainResult& result) { return result.frame; })
       .def_property_readonly("report",
                              [](const TrainResult& result) { return report_of(result.outcome.step); })
+      .def_property_readonly("images", [](const TrainResult& result) { return result.images; })
       .def_property_readonly("times",
                              [](const TrainResult& result) { return stage_times(result.outcome.times); })
       .def_property_readonly("dL_dviewmats", [](const TrainResult& result) {
@@ -215,8 +220,8 @@ MGPU_BINDINGS(train) {
   m.def("train_step", &train_step_tensors, py::arg("columns"), py::arg("state"), py::arg("history"),
         py::arg("cameras"), py::arg("targets"), py::arg("masks"), py::arg("pending"), py::arg("ssim_weight"),
         py::arg("background"), py::arg("antialiased"), py::arg("sh_degree"), py::arg("wanted_viewmats"),
-        py::arg("wanted_step"), py::arg("screen_gradients"), py::arg("lrs"), py::arg("noise_scale"),
-        py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"));
+        py::arg("wanted_step"), py::arg("wanted_images"), py::arg("screen_gradients"), py::arg("lrs"),
+        py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"));
   m.def(
       "add_screen_gradients",
       [](const Frame& frame, const ScreenTensors& to) {

@@ -21,9 +21,9 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
   std::vector<ImagePointers> images(views);
   for (size_t v = 0; v < views; ++v) {
     const int64_t pixels = pixels_of(frame.views[v]);
-    rgb[v] = Buffer<float>(3 * pixels, kExchange);
+    if (!targets[v].image) rgb[v] = Buffer<float>(3 * pixels, kExchange);
     accumulation[v] = Buffer<float>(pixels, kExchange);
-    images[v] = {rgb[v].data(), nullptr, accumulation[v].data()};
+    images[v] = {targets[v].image ? targets[v].image : rgb[v].data(), nullptr, accumulation[v].data()};
   }
   run_forward(frame, images);
 
@@ -32,7 +32,7 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
     for (size_t v = 0; v < views; ++v) {
       gradient[v] = Buffer<float>(3 * pixels_of(frame.views[v]), kExchange);
       LossImages loss;
-      loss.rgb = rgb[v].data();
+      loss.rgb = images[v].rgb;
       loss.target = targets[v].values;
       loss.target_bytes = targets[v].bytes;
       loss.mask = targets[v].mask;

@@ -21,6 +21,7 @@ struct TrainTarget {
   const float* values = nullptr;   // [H, W, 3]
   const uint8_t* bytes = nullptr;  // [H, W, 3]
   const uint8_t* mask = nullptr;   // [H, W], non-zero: the pixel counts; null: all do
+  float* image = nullptr;          // [H, W, 3], where the rendered image is left; null: nowhere
 };
 
 struct TrainSettings {

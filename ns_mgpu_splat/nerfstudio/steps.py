@@ -125,6 +125,7 @@ class NativeSteps:
         background, target = model.background(), found.image
         if target.shape[2] != 3:
             target = model._target({"image": target}, background.to(target.device))
+        shown = step % model.metrics_every == 0
         report = train_step(
             model.table,
             optimizers.table,
@@ -137,6 +138,7 @@ class NativeSteps:
             sh_degree=model.active_sh_degree(),
             lrs=optimizers.rates(step),
             viewmat_grads=self.refines,
+            images=shown,
             accumulate=step % accumulates != accumulates - 1,
         )
         poses: dict[str, torch.Tensor] = {}
@@ -151,6 +153,10 @@ class NativeSteps:
 
         def metrics(_result: StepResult) -> dict[str, Any]:
             values: dict[str, Any] = {"gaussian_count": rows}
+            if not shown:
+                return values
+            batch = {} if found.mask is None else {"mask": found.mask[..., None]}
+            values["psnr"] = model._psnr(report.images[0].clamp(0, 1), target, batch)
             for shard, used in enumerate(shard_memory()):
                 values[f"memory_mib/shard_{shard}"] = used / 2**20
             model.camera_optimizer.get_metrics_dict(values)

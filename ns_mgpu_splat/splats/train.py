@@ -44,9 +44,12 @@ class TrainReport:
     viewmat_grads: Tensor | None
     """(C, 4, 4) float32 on the CPU, dL/d(viewmat) of each camera; None if it was not asked for."""
 
+    images: list[Tensor]
+    """(H, W, 3) float32 on `mgpu` for each camera, as rendered before the step; empty if they were not asked for."""
+
     def __init__(self, result: Any, viewmat_grads: Tensor | None) -> None:
         """From the native result."""
-        self._result, self.viewmat_grads = result, viewmat_grads
+        self._result, self.viewmat_grads, self.images = result, viewmat_grads, result.images
 
     @cached_property
     def views(self) -> list[dict[str, float]]:
@@ -91,6 +94,7 @@ def train_step(
     sh_degree: int | None = None,
     lrs: Mapping[str, float] | None = None,
     viewmat_grads: bool = False,
+    images: bool = False,
     screen_gradients: ScreenGradients | None = None,
     accumulate: bool = False,
 ) -> TrainReport:
@@ -109,6 +113,7 @@ def train_step(
         background, antialiased, sh_degree: as in `render`.
         lrs: new learning rates by column, as in `SplatAdam.step`.
         viewmat_grads: have `TrainReport.viewmat_grads`, for the poses' own optimizer; reading them makes the step wait.
+        images: have `TrainReport.images`.
         screen_gradients: add this call's to them.
         accumulate: take no step yet: leave the gradients in `optimizer.pending`, for the next step.
     Returns: losses and, if asked, pose gradients.
@@ -138,6 +143,7 @@ def train_step(
         check_sh_degree(sh_degree, table.shN),
         viewmat_grads,
         not accumulate,
+        images,
         None if screen_gradients is None else screen_gradients.arguments(),
         *optimizer.step_arguments(),
     )

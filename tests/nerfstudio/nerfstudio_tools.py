@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ns_mgpu_splat.nerfstudio.exporter import STAND_IN
 
 ENTRY = {
     "ns-train": "nerfstudio.scripts.train",
@@ -27,8 +30,21 @@ def command(tool: str, *arguments: object) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment for a tool: one host shard unless said otherwise, wide lines."""
-    return {**os.environ, "MGPU_DEVICES": "cpu:1", "COLUMNS": "200", **changes}
+    """The environment for a tool: one host shard unless said otherwise, wide lines, open3d or the stand-in for it."""
+    paths = [os.environ.get("PYTHONPATH", ""), *([str(STAND_IN)] if open3d_is_missing() else [])]
+    # before the site's packages, which may hold an open3d that cannot be imported
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "MGPU_DEVICES": "cpu:1", "COLUMNS": "200", **changes}
+
+
+@functools.cache
+def open3d_is_missing() -> bool:
+    """Whether this machine cannot import open3d, or not without a system library that it lacks."""
+    try:
+        import open3d  # noqa: F401
+    except (ImportError, OSError):
+        return True
+    return False
 
 
 def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **env: str) -> list[dict]:

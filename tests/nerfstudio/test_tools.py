@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import scene
 import torch
+from nerfstudio_tools import environment
 from PIL import Image
 from plyfile import PlyData
 
@@ -165,3 +169,34 @@ def test_export_needs_no_images(run_tool: Callable, trained: Path, tmp_path: Pat
         "ns-export", "gaussian-splat", "--load-config", tmp_path / "config.yml", "--output-dir", tmp_path
     )
     assert (tmp_path / "splat.ply").stat().st_size > 1000
+
+
+def test_export_works_where_open3d_cannot_be_imported(trained: Path, tmp_path: Path) -> None:
+    """Both ways: our command, and Nerfstudio's with the stand-in on the path; other exports name what they lack."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "open3d.py").write_text("raise OSError('libusb-1.0.so.0: cannot open shared object file')")
+    paths = f"{broken}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ours, theirs = "ns_mgpu_splat.nerfstudio.exporter", "nerfstudio.scripts.exporter"
+
+    def run(module: str, path: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            env=environment(PYTHONPATH=path),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    stand_in = run(ours, paths, "--path").stdout.strip()
+    export = ["gaussian-splat", "--load-config", trained, "--output-dir"]
+    for name, module, path in (
+        ("ours", ours, paths),
+        ("theirs", theirs, f"{stand_in}{os.pathsep}{paths}"),
+    ):
+        done = run(module, path, *export, tmp_path / name)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "ours" / "splat.ply").read_bytes() == (tmp_path / "theirs" / "splat.ply").read_bytes()
+    assert run(theirs, paths, *export, tmp_path / "none").returncode != 0, (
+        "the test's open3d is not in the way"
+    )

@@ -166,6 +166,59 @@ def to_sixteen_bit(pixels: np.ndarray, path: Path) -> None:
     Image.fromarray(pixels.mean(axis=2).astype(np.uint16) * 257).save(path)
 
 
+def add_masks(made: scene.Scene) -> None:
+    """Hide the ten left columns of each image."""
+    meta = json.loads((made.root / "transforms.json").read_text())
+    for frame in meta["frames"]:
+        frame["mask_path"] = frame["file_path"].replace("images/", "masks/")
+        (made.root / "masks").mkdir(exist_ok=True)
+        mask = np.zeros((made.height, made.width), np.uint8)
+        mask[:, 10:] = 255
+        Image.fromarray(mask).save(made.root / frame["mask_path"])
+    (made.root / "transforms.json").write_text(json.dumps(meta))
+
+
+def test_native_steps_make_the_run_of_autograd(nerfstudio_folder: scene.Scene, tmp_path: Path) -> None:
+    """Depth in training steps needs autograd; the loss does not use it, so both runs must be the same bits.
+
+    With masks, transparent images on random colours, refined poses and accumulated gradients. Poses are refined through
+    other operators in the one and in the other: these agree to rounding, which Adam turns into whole steps.
+    """
+    masked = scene.write_nerfstudio(tmp_path / "masked", points=300, images=3, width=48, height=36)
+    add_masks(masked)
+    clear = scene.write_nerfstudio(tmp_path / "clear", points=300, images=3, width=48, height=36)
+    write_images(clear.root, to_rgba)
+    depth = ["--pipeline.model.output-depth-during-training", "True"]
+    base = [*OPTIONS, "--max-num-iterations", 25]
+    poses = ["--pipeline.model.camera-optimizer.mode", "SO3xR3"]
+    kinds: dict[str, list[object]] = {
+        "plain": ["--data", nerfstudio_folder.root],
+        "masked": ["--data", masked.root],
+        "clear": ["--data", clear.root, "--pipeline.model.rasterize-mode", "antialiased"],
+        "poses": ["--data", nerfstudio_folder.root, *poses],
+    }
+    runs = [
+        [*base, *options, "--timestamp", f"{kind}-{way}", *(depth if way == "autograd" else [])]
+        for kind, options in kinds.items()
+        for way in ("native", "autograd")
+    ]
+    results = train_many(runs, tmp_path)
+    assert [r["code"] for r in results] == [0] * len(runs), results
+    assert str(results[0]["out"]).count("Steps go through autograd") == len(kinds)
+    for i, kind in enumerate(kinds):
+        native, autograd = (
+            last(tmp_path / "tiny" / "mgpu-splat", f"{kind}-{way}") for way in ("native", "autograd")
+        )
+        assert results[2 * i]["losses"] == pytest.approx(results[2 * i + 1]["losses"], rel=1e-5), kind
+        for name, column in columns(native).items():
+            if kind != "poses":
+                assert torch.equal(column, columns(autograd)[name]), (kind, name)
+        if kind == "poses":
+            key = "_model.camera_optimizer.pose_adjustment"
+            assert native["pipeline"][key].abs().max() > 0
+            assert torch.allclose(native["pipeline"][key], autograd["pipeline"][key], atol=1e-6)
+
+
 def test_odd_input_trains(tmp_path: Path) -> None:
     """Zero and three seed points, one image, grey, RGBA and 16-bit images, masks, tiny images, a path with spaces."""
     small = {"images": 3, "width": 48, "height": 36}
@@ -178,15 +231,7 @@ def test_odd_input_trains(tmp_path: Path) -> None:
     for name, change in (("grey", to_grey), ("rgba", to_rgba), ("sixteen bit", to_sixteen_bit)):
         scene.write_nerfstudio(tmp_path / name, points=100, **small)
         write_images(tmp_path / name, change)
-    made = scene.write_nerfstudio(tmp_path / "masked", points=100, **small)
-    meta = json.loads((made.root / "transforms.json").read_text())
-    for frame in meta["frames"]:
-        frame["mask_path"] = frame["file_path"].replace("images/", "masks/")
-        (made.root / "masks").mkdir(exist_ok=True)
-        mask = np.zeros((36, 48), np.uint8)
-        mask[:, 10:] = 255
-        Image.fromarray(mask).save(made.root / frame["mask_path"])
-    (made.root / "transforms.json").write_text(json.dumps(meta))
+    add_masks(scene.write_nerfstudio(tmp_path / "masked", points=100, **small))
     names = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert len(names) == 10
     output = tmp_path / "runs of all"

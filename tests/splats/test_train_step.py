@@ -213,6 +213,15 @@ def test_no_rows_and_nothing_in_sight() -> None:
     pair.assert_equal()
 
 
+def test_images_are_those_before_the_step() -> None:
+    pair = Pair()
+    cameras = cameras_of(2)
+    expected = [image.rgb.detach() for image in render(pair.tables[1], cameras, background=(0.1, 0.2, 0.3))]
+    report = pair.by_train_step(cameras, photographs(cameras), background=(0.1, 0.2, 0.3), images=True)
+    assert [torch.equal(a, b) for a, b in zip(report.images, expected, strict=True)] == [True, True]
+    assert not pair.by_train_step(cameras, photographs(cameras)).images
+
+
 def test_wrong_arguments_are_named() -> None:
     pair = Pair()
     table, adam = pair.tables[1], pair.adams[1]
