@@ -133,7 +133,7 @@ def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict
         scored = re.search(r"held-out images: PSNR ([\d.]+) dB, SSIM (\d\.\d+)", text)
         counts = re.findall(r"([\d,]+) Gaussians", text)
         if done.returncode != 0 or trained is None or scored is None:
-            sys.exit(f"ns-train ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+            sys.exit(f"ns-train ended with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
         return {
             "seconds": float(trained[2]),
             "steps_per_second": float(trained[3]),
