@@ -74,7 +74,9 @@ def run(settings: DemoSettings) -> None:
     after = _scores(config, out / "scores.json")
     splats = out / "splat.ply"
     splats.unlink(missing_ok=True)  # of an earlier demo
-    _run(_tool("ns-export"), "gaussian-splat", "--load-config", config, "--output-dir", out)
+    # ns-export, which would want open3d and its system library
+    exporter = [sys.executable, "-m", "ns_mgpu_splat.nerfstudio.exporter"]
+    _run(*exporter, "gaussian-splat", "--load-config", config, "--output-dir", out)
     if not splats.is_file():
         raise SystemExit(f"demo: ns-export ended without writing {splats}; its output above says why.")
     end = time.monotonic()
