@@ -37,6 +37,10 @@ from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline, MgpuSplatPipeli
 from ns_mgpu_splat.nerfstudio.presets import apply_preset, is_preset
 from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_step, why_autograd
 
+kRatesEvery = (
+    10  # of the steps that are logged: learning rates change slowly, and a number takes tensorboard 60 us
+)
+
 
 @dataclass
 class MgpuMachineConfig(MachineConfig):
@@ -414,7 +418,8 @@ class MgpuSplatTrainer(Trainer):
         writer.put_scalar(name="Train Loss", scalar=result.loss, step=step)
         writer.put_dict(name="Train Loss Dict", scalar_dict=result.losses, step=step)
         writer.put_dict(name="Train Metrics Dict", scalar_dict=result.metrics, step=step)
-        self.optimizers.log_rates(step)
+        if step_check(step, kRatesEvery * self.config.logging.steps_per_log, run_at_zero=True):
+            self.optimizers.log_rates(step)
         writer.write_out_storage()
 
     def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:

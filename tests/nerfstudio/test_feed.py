@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images on the device: the right ones in any order, resident or copied ahead, with bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ns_mgpu_splat
+from ns_mgpu_splat.data.images import BoundedCache
+from ns_mgpu_splat.nerfstudio.datamanager import Picture
+from ns_mgpu_splat.nerfstudio.feed import ImageFeed, kAhead
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> torch.device:
+    return ns_mgpu_splat.init()
+
+
+def picture(index: int) -> Picture:
+    """Sizes differ; every second one has a mask. Pinned where a GPU is."""
+    g = torch.Generator().manual_seed(index)
+    image = torch.randint(0, 256, (200 + index, 300, 3), generator=g, dtype=torch.uint8)
+    mask = torch.rand(200 + index, 300, 1, generator=g) > 0.5 if index % 2 else None
+    if torch.cuda.is_available():
+        image = image.pin_memory()
+        mask = mask.pin_memory() if mask is not None else None
+    return Picture(image, mask)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 40])
+def test_images_are_those_of_their_index(limit: int, device: torch.device) -> None:
+    pictures: BoundedCache[Picture] = BoundedCache(
+        picture, lambda p: p.nbytes, 1 << 20, 2
+    )  # some are dropped
+    feed = ImageFeed(pictures, 1, limit, device)
+    order = [
+        int(i) for e in range(3) for i in torch.randperm(COUNT, generator=torch.Generator().manual_seed(e))
+    ]
+    order[5] = order[4]  # twice in a row
+    sums = []
+    for place, index in enumerate(order):
+        found = feed.get(index, order[place + 1 : place + 5])
+        sums.append((found.image.float().mean(), None if found.mask is None else found.mask.float().mean()))
+        assert found.image.device.type == "mgpu"
+        assert len(feed._there) <= (COUNT if feed.resident else kAhead)
+    for index, (mean, kept) in zip(order, sums, strict=True):
+        expected = picture(index)
+        assert float(mean) == pytest.approx(float(expected.image.float().mean()), rel=1e-5)
+        assert (kept is None) == (expected.mask is None)
+        if kept is not None and expected.mask is not None:
+            assert float(kept) == pytest.approx(float(expected.mask.float().mean()), rel=1e-5)
+    assert feed.resident == (limit > 0)
+
+
+def test_a_jump_to_another_image_drops_what_was_on_its_way(device: torch.device) -> None:
+    pictures: BoundedCache[Picture] = BoundedCache(picture, lambda p: p.nbytes, 1 << 30, 2)
+    feed = ImageFeed(pictures, 1, 0, device)
+    for index in range(COUNT):
+        pictures.get(index)
+    feed.get(0, [1, 2, 3])
+    assert set(feed._there) == {1, 2}
+    found = feed.get(7, [8])
+    assert set(feed._there) == {8}
+    assert torch.equal(found.image.cpu(), picture(7).image)
+
+
+def test_an_unreadable_image_is_named(device: torch.device) -> None:
+    def broken(index: int) -> Picture:
+        raise OSError("view_3.png cannot be read")
+
+    feed = ImageFeed(BoundedCache(broken, lambda p: p.nbytes, 1, 1), 1, 0, device)
+    with pytest.raises(OSError, match="view_3"):
+        feed.get(3, [4])
