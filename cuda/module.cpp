@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "memory/pool.h"
+#include "memory/provider.h"
 
 namespace mgpu {
 
@@ -30,8 +31,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     try {
       if (pending) std::rethrow_exception(pending);
     } catch (const std::bad_alloc& error) {
+      std::string text = error.what();
+      if (!dynamic_cast<const mgpu::OutOfMemory*>(&error)) text = "mgpu is out of memory.";
+      if (text.find("Shards:") == std::string::npos) text += " " + mgpu::memory_table();
       const pybind11::object type = pybind11::module_::import("torch").attr("OutOfMemoryError");
-      PyErr_SetString(type.ptr(), (std::string(error.what()) + "\n" + mgpu::memory_table()).c_str());
+      PyErr_SetString(type.ptr(), text.c_str());
     }
   });
   for (mgpu::Binder bind : mgpu::binders()) bind(m);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory/arena.h"
 
+#include <algorithm>
+
 #include "memory/provider.h"
 #include "mesh/mesh.h"
 
@@ -31,18 +33,28 @@ void Arena::map_more(const std::vector<int16_t>& shards) {
 }
 
 void Arena::move(int64_t first, const std::vector<int16_t>& to) {
-  // runs of pages with the same way to go are moved in one call
   const int64_t count = static_cast<int64_t>(to.size());
   for (int64_t done = 0; done < count;) {
-    const int16_t from = place(first + done), wanted = to[static_cast<size_t>(done)];
-    int64_t end = done + 1;
-    while (end < count && to[static_cast<size_t>(end)] == wanted && place(first + end) == from) ++end;
-    if (from != wanted) provider().move(base_ + (first + done) * kPageBytes, end - done, from, wanted);
-    for (; done < end; ++done) {
-      const size_t page = static_cast<size_t>(first + done);
-      on_host_[page] = wanted == kHostPage;
-      if (wanted != kHostPage) shard_[page] = wanted;
+    const int64_t begin = done, end = std::min(count, begin + kMovePages);
+    const std::vector<int16_t> wanted(to.begin() + begin, to.begin() + end);
+    std::vector<int16_t> places;
+    for (int64_t page = begin; page < end; ++page) places.push_back(place(first + page));
+    const auto note = [&] {
+      for (int64_t page = begin; page < end; ++page) {
+        const int16_t now = places[static_cast<size_t>(page - begin)];
+        const size_t index = static_cast<size_t>(first + page);
+        on_host_[index] = now == kHostPage;
+        if (now != kHostPage) shard_[index] = now;
+      }
+    };
+    try {
+      provider().move(base_ + (first + begin) * kPageBytes, places, wanted);
+    } catch (...) {
+      note();
+      throw;
     }
+    note();
+    done = end;
   }
 }
 

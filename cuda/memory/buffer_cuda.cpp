@@ -1,41 +1,199 @@
 // SPDX-License-Identifier: Apache-2.0
-// buffer_cuda.cpp: temporaries from one stream-ordered pool a GPU, and transfers. A pool keeps what it has
-// until trim_temporaries(), so after the first step nothing is allocated from the driver.
+// buffer_cuda.cpp: temporaries of stages. Each GPU and stream has a heap: one long range of addresses, with
+// memory behind the front of it. A freed block is used again by what the stream is given next, without
+// waiting, so after the first step nothing is asked of the driver and a block costs a tenth of a microsecond.
+//
+// PYTORCH_NO_CUDA_MEMORY_CACHING=1 (torch's own switch) asks the driver for every block instead, so that
+// compute-sanitizer sees where each begins and ends.
+#include "memory/buffer.h"
+
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <limits>
+#include <cstdlib>
+#include <map>
+#include <memory>
 #include <mutex>
-#include <new>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "memory/buffer.h"
+#include "memory/page.h"
+#include "memory/provider.h"
+#include "memory/tally.h"
 #include "memory/temporaries.h"
-#include "memory/transfer.h"
+#include "memory/vmm_cuda.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
+constexpr int64_t kAlignment = 512;
+constexpr int64_t kLeastGrowth = int64_t{32} << 20;  // asking the driver costs as much as a small kernel
+constexpr int64_t kRange = int64_t{1} << 40;         // of addresses a heap, more than a GPU has memory
 
-struct Block {
+struct Piece {
+  char* begin;
   int64_t bytes;
-  int device;
-  cudaStream_t stream;  // on which it was allocated
+  char* end() const { return begin + bytes; }
+};
+
+// Memory of one GPU that one stream uses in order. Not thread-safe by itself.
+class Heap {
+ public:
+  Heap(int gpu, cudaStream_t stream) : gpu_(gpu), stream_(stream), range_(vmm::reserve(kRange)) {
+    if (!range_)
+      throw OutOfMemory("mgpu could not reserve addresses for temporaries on cuda:" + std::to_string(gpu) +
+                        ".");
+    holes_.push_back({range_, kRange});
+  }
+
+  int gpu() const { return gpu_; }
+  cudaStream_t stream() const { return stream_; }
+  int64_t held() const { return held_; }
+  bool contains(const void* at) const {
+    return static_cast<const char*>(at) >= range_ && static_cast<const char*>(at) < range_ + kRange;
+  }
+
+  // The smallest free piece that is large enough, cut to size; null if there is none. There are a few dozen
+  // pieces at most, so looking at all of them is quicker than a tree.
+  char* take(int64_t bytes) {
+    auto best = free_.end();
+    for (auto piece = free_.begin(); piece != free_.end(); ++piece) {
+      if (piece->bytes < bytes || (best != free_.end() && piece->bytes >= best->bytes)) continue;
+      best = piece;
+      if (best->bytes == bytes) break;
+    }
+    if (best == free_.end()) return nullptr;
+    char* const at = best->begin;
+    if (best->bytes == bytes) {
+      free_.erase(best);
+    } else {
+      best->begin += bytes;
+      best->bytes -= bytes;
+    }
+    return at;
+  }
+
+  void give(char* at, int64_t bytes) { insert(free_, {at, bytes}); }
+
+  // Put memory behind the first hole that has room for what `bytes` need beyond the free piece before it.
+  // Throws OutOfMemory; some memory may have come then, all of it free.
+  void grow(int64_t bytes) {
+    for (const Piece hole : std::vector<Piece>(holes_)) {
+      int64_t missing = bytes;
+      for (const Piece& piece : free_)
+        if (piece.end() == hole.begin) missing -= piece.bytes;
+      missing = std::min(hole.bytes, round_up(std::max(missing, kLeastGrowth), kPageBytes));
+      if (missing + hole_neighbour(hole) < bytes) continue;
+      for (int64_t done = 0; done < missing;) {
+        const int64_t piece = std::min(vmm::kHandleBytes, missing - done);
+        fill(hole.begin + done, piece);
+        done += piece;
+      }
+      return;
+    }
+    throw OutOfMemory("mgpu has no addresses left for temporaries on cuda:" + std::to_string(gpu_) + ".");
+  }
+
+  // Give handles of which nothing is in use back to the driver. Nobody may be using them any more: the stream
+  // has been waited for.
+  void trim() {
+    const std::vector<Piece> pieces = free_;
+    for (const Piece& piece : pieces) {
+      for (auto mapping = mappings_.lower_bound(piece.begin);
+           mapping != mappings_.end() && mapping->first + mapping->second.bytes() <= piece.end();) {
+        char* const at = mapping->first;
+        const int64_t bytes = mapping->second.bytes();
+        vmm::unmap(at, bytes);
+        mapping = mappings_.erase(mapping);
+        held_ -= bytes;
+        remove(at, bytes);
+        insert(holes_, {at, bytes});
+      }
+    }
+  }
+
+ private:
+  int64_t hole_neighbour(const Piece& hole) const {
+    for (const Piece& piece : free_)
+      if (piece.end() == hole.begin) return piece.bytes;
+    return 0;
+  }
+
+  // One more handle, at the beginning of a hole.
+  void fill(char* at, int64_t bytes) {
+    vmm::Physical memory(bytes, gpu_);
+    vmm::map(at, memory);
+    try {
+      vmm::open(at, bytes, vmm::reachable_from(gpu_));
+      mappings_.emplace(at, std::move(memory));
+    } catch (...) {
+      vmm::unmap(at, bytes);
+      throw;
+    }
+    held_ += bytes;
+    for (Piece& hole : holes_) {
+      if (hole.begin != at) continue;
+      hole.begin += bytes;
+      hole.bytes -= bytes;
+    }
+    std::erase_if(holes_, [](const Piece& hole) { return hole.bytes == 0; });
+    give(at, bytes);
+  }
+
+  // Into a list in the order of addresses, in which neighbours merge.
+  static void insert(std::vector<Piece>& list, Piece piece) {
+    auto next = std::lower_bound(list.begin(), list.end(), piece.begin,
+                                 [](const Piece& a, const char* begin) { return a.begin < begin; });
+    if (next != list.end() && piece.end() == next->begin) {
+      next->begin = piece.begin;
+      next->bytes += piece.bytes;
+    } else {
+      next = list.insert(next, piece);
+    }
+    if (next != list.begin() && std::prev(next)->end() == next->begin) {
+      std::prev(next)->bytes += next->bytes;
+      list.erase(next);
+    }
+  }
+
+  // [at, at + bytes) lies in one free piece and is free no longer.
+  void remove(char* at, int64_t bytes) {
+    for (size_t i = 0; i < free_.size(); ++i) {
+      const Piece whole = free_[i];
+      if (at < whole.begin || at >= whole.end()) continue;
+      free_.erase(free_.begin() + static_cast<int64_t>(i));
+      if (at > whole.begin) insert(free_, {whole.begin, at - whole.begin});
+      if (at + bytes < whole.end()) insert(free_, {at + bytes, whole.end() - (at + bytes)});
+      return;
+    }
+  }
+
+  const int gpu_;
+  const cudaStream_t stream_;
+  char* const range_;
+  std::vector<Piece> free_;   // mapped and not in use, in the order of addresses
+  std::vector<Piece> holes_;  // nothing behind them, in the order of addresses
+  std::map<char*, vmm::Physical> mappings_;
+  int64_t held_ = 0;
+};
+
+// A block of the driver's own (PYTORCH_NO_CUDA_MEMORY_CACHING).
+struct Single {
+  int gpu;
+  cudaStream_t stream;
 };
 
 // Never destroyed: Buffers in statics may outlive it.
 struct Temporaries {
   std::mutex mutex;
-  std::array<cudaMemPool_t, kMaxDevices> pool{};
-  std::array<cudaEvent_t, kMaxDevices> event{};
-  std::array<TemporaryCounts, kMaxDevices> counts{};
-  std::unordered_map<void*, Block> live;
+  std::vector<std::unique_ptr<Heap>> heaps;
+  std::unordered_map<void*, Single> singles;
+  std::map<int, cudaEvent_t> event;  // by GPU
+  bool (*pressure_hook)() = nullptr;
+  const bool uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr;
 };
 
 Temporaries& temporaries() {
@@ -43,249 +201,118 @@ Temporaries& temporaries() {
   return *instance;
 }
 
-void open_to_peers(cudaMemPool_t pool, int device) {
-  int devices = 0;
-  CUDA_CHECK(cudaGetDeviceCount(&devices));
-  for (int peer = 0; peer < devices; ++peer) {
-    int reachable = 0;
-    if (peer == device) continue;
-    CUDA_CHECK(cudaDeviceCanAccessPeer(&reachable, peer, device));
-    if (!reachable) continue;
-    cudaMemAccessDesc access{};
-    access.location.type = cudaMemLocationTypeDevice;
-    access.location.id = peer;
-    access.flags = cudaMemAccessFlagsProtReadWrite;
-    CUDA_CHECK(cudaMemPoolSetAccess(pool, &access, 1));
-  }
-}
-
-// With the mutex held.
-cudaMemPool_t pool_of(Temporaries& all, int device) {
-  cudaMemPool_t& pool = all.pool.at(static_cast<size_t>(device));
-  if (pool) return pool;
-  cudaMemPoolProps properties{};
-  properties.allocType = cudaMemAllocationTypePinned;
-  properties.location.type = cudaMemLocationTypeDevice;
-  properties.location.id = device;
-  CUDA_CHECK(cudaMemPoolCreate(&pool, &properties));
-  uint64_t keep = std::numeric_limits<uint64_t>::max();
-  CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
-  open_to_peers(pool, device);
-  return pool;
-}
-
 int shard_of_owner(int owner) { return owner == kExchange ? 0 : owner; }
 
-// Pinned memory through which host data reach a GPU without the driver stopping the stream. A ring of
-// segments; a segment is used again when the copies out of it are done.
-class UploadRing {
- public:
-  static constexpr int64_t kSegmentBytes = int64_t{1} << 20;
-
-  void copy(void* device, const void* host, int64_t bytes, cudaStream_t stream) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!memory_) start();
-    if (used_ + bytes > kSegmentBytes || (used_ > 0 && stream != stream_)) next_segment();
-    stream_ = stream;
-    char* staged = memory_ + segment_ * kSegmentBytes + used_;
-    std::memcpy(staged, host, static_cast<size_t>(bytes));
-    CUDA_CHECK(cudaMemcpyAsync(device, staged, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream));
-    CUDA_CHECK(cudaEventRecord(done_[segment_], stream));
-    used_ += (bytes + 255) / 256 * 256;
-  }
-
- private:
-  static constexpr int kSegments = 8;
-  void start() {
-    void* memory = nullptr;
-    CUDA_CHECK(cudaMallocHost(&memory, kSegments * kSegmentBytes));
-    memory_ = static_cast<char*>(memory);
-    for (cudaEvent_t& event : done_) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  }
-  void next_segment() {
-    segment_ = (segment_ + 1) % kSegments;
-    used_ = 0;
-    CUDA_CHECK(cudaEventSynchronize(done_[segment_]));
-  }
-
-  std::mutex mutex_;
-  char* memory_ = nullptr;
-  int64_t used_ = 0;
-  int segment_ = 0;
-  cudaStream_t stream_ = nullptr;  // of the copies out of this segment: its event stands for one stream
-  std::array<cudaEvent_t, kSegments> done_{};
-};
-
-UploadRing& upload_ring(int device) {
-  static std::array<UploadRing, kMaxDevices>* rings = new std::array<UploadRing, kMaxDevices>;
-  return rings->at(static_cast<size_t>(device));
+// With the mutex held.
+Heap& heap_of(Temporaries& all, int gpu, cudaStream_t stream) {
+  for (const std::unique_ptr<Heap>& heap : all.heaps)
+    if (heap->gpu() == gpu && heap->stream() == stream) return *heap;
+  all.heaps.push_back(std::make_unique<Heap>(gpu, stream));
+  return *all.heaps.back();
 }
 
-// Pinned landing area of this thread's read-backs; grows.
-struct Landing {
-  char* memory = nullptr;
-  int64_t bytes = 0;
-  ~Landing() { cudaFreeHost(memory); }
-  char* at_least(int64_t wanted) {
-    if (wanted > bytes) {
-      void* grown = nullptr;
-      wanted = std::max<int64_t>(wanted + wanted / 2, 1 << 16);
-      CUDA_CHECK(cudaMallocHost(&grown, static_cast<size_t>(wanted)));
-      if (memory) cudaFreeHost(memory);
-      memory = static_cast<char*>(grown);
-      bytes = wanted;
-    }
-    return memory;
-  }
-};
+void* take_single(Temporaries& all, int64_t bytes, int gpu, cudaStream_t stream) {
+  DeviceGuard guard(gpu);
+  void* data = nullptr;
+  CUDA_CHECK(cudaMallocAsync(&data, static_cast<size_t>(bytes), stream));
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.singles.emplace(data, Single{gpu, stream});
+  return data;
+}
+
+void* take_from_heap(Temporaries& all, int64_t bytes, int gpu, cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(all.mutex);
+  Heap& heap = heap_of(all, gpu, stream);
+  if (char* const data = heap.take(bytes)) return data;
+  heap.grow(bytes);
+  return heap.take(bytes);
+}
+
+// What `first` has been given comes before what `then` is given from now on.
+void order(Temporaries& all, int gpu, cudaStream_t first, cudaStream_t then) {
+  if (first == then) return;
+  DeviceGuard guard(gpu);
+  cudaEvent_t& event = all.event[gpu];
+  if (!event) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  CUDA_CHECK(cudaEventRecord(event, first));
+  CUDA_CHECK(cudaStreamWaitEvent(then, event, 0));
+}
 
 }  // namespace
 
 void* allocate_temporary(int64_t bytes, int owner) {
   if (bytes <= 0) return nullptr;
   Temporaries& all = temporaries();
-  const int shard = shard_of_owner(owner), device = shard_device(shard);
+  const int shard = shard_of_owner(owner), gpu = shard_device(shard);
   const cudaStream_t stream = shard_stream(shard);
-  DeviceGuard guard(device);
-  std::lock_guard<std::mutex> lock(all.mutex);
-  const cudaMemPool_t pool = pool_of(all, device);
+  bytes = round_up(bytes, kAlignment);
+  const auto take = [&] {
+    return all.uncached ? take_single(all, bytes, gpu, stream) : take_from_heap(all, bytes, gpu, stream);
+  };
   void* data = nullptr;
-  cudaError_t code = cudaMallocFromPoolAsync(&data, static_cast<size_t>(bytes), pool, stream);
-  if (code == cudaErrorMemoryAllocation) {  // blocks of other sizes may be what is in the way
-    cudaGetLastError();
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    CUDA_CHECK(cudaMemPoolTrimTo(pool, 0));
-    code = cudaMallocFromPoolAsync(&data, static_cast<size_t>(bytes), pool, stream);
+  try {
+    data = take();
+  } catch (const std::bad_alloc&) {
+    trim_temporaries();  // the heaps of other streams may hold what is missing
+    try {
+      data = take();
+    } catch (const std::bad_alloc&) {
+      if (!all.pressure_hook || !all.pressure_hook()) throw;
+      data = take();
+    }
   }
-  check_cuda(code, "cudaMallocFromPoolAsync");
-  all.live.emplace(data, Block{bytes, device, stream});
-  TemporaryCounts& counts = all.counts[static_cast<size_t>(device)];
-  counts.allocated += bytes;
-  counts.peak = std::max(counts.peak, counts.allocated);
+  tally(shard, bytes);
   return data;
 }
 
-void free_temporary(void* data, int64_t /*bytes*/, int /*owner*/) noexcept {
+void free_temporary(void* data, int64_t bytes, int owner) noexcept {
   if (!data) return;
   Temporaries& all = temporaries();
+  const int shard = shard_of_owner(owner);
+  bytes = round_up(bytes, kAlignment);
+  tally(shard, -bytes);
   try {
+    const int gpu = shard_device(shard);
+    const cudaStream_t stream = shard_stream(shard);
     std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.live.find(data);
-    if (found == all.live.end()) return;
-    const Block block = found->second;
-    all.live.erase(found);
-    all.counts[static_cast<size_t>(block.device)].allocated -= block.bytes;
-    DeviceGuard guard(block.device);
-    cudaStream_t stream = block.stream;
-    for (int shard = 0; shard < mesh().size(); ++shard) {
-      if (shard_device(shard) == block.device) stream = shard_stream(shard);
+    for (const std::unique_ptr<Heap>& heap : all.heaps) {
+      if (!heap->contains(data)) continue;
+      order(all, gpu, stream, heap->stream());  // freed behind the work of both streams
+      heap->give(static_cast<char*>(data), bytes);
+      return;
     }
-    if (stream != block.stream) {  // freed behind the work of both streams
-      cudaEvent_t& event = all.event[static_cast<size_t>(block.device)];
-      if (!event) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-      CUDA_CHECK(cudaEventRecord(event, block.stream));
-      CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
-    }
-    cudaFreeAsync(data, stream);
+    const auto found = all.singles.find(data);
+    if (found == all.singles.end()) return;
+    order(all, gpu, stream, found->second.stream);
+    DeviceGuard guard(gpu);
+    cudaFreeAsync(data, found->second.stream);
+    all.singles.erase(found);
   } catch (...) {  // the driver is gone: the process ends, and its memory with it
   }
 }
 
-TemporaryCounts temporary_counts(int device) {
+int64_t temporaries_reserved(int shard) {
+  const int gpu = shard_device(shard);
+  for (int before = 0; before < shard; ++before)
+    if (shard_device(before) == gpu) return 0;
   Temporaries& all = temporaries();
   std::lock_guard<std::mutex> lock(all.mutex);
-  TemporaryCounts counts = all.counts.at(static_cast<size_t>(device));
-  uint64_t reserved = 0;
-  if (all.pool[static_cast<size_t>(device)]) {
-    CUDA_CHECK(cudaMemPoolGetAttribute(all.pool[static_cast<size_t>(device)],
-                                       cudaMemPoolAttrReservedMemCurrent, &reserved));
-  }
-  counts.reserved = static_cast<int64_t>(reserved);
-  return counts;
-}
-
-void reset_temporary_peak() {
-  Temporaries& all = temporaries();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  for (TemporaryCounts& counts : all.counts) counts.peak = counts.allocated;
+  int64_t bytes = 0;
+  for (const std::unique_ptr<Heap>& heap : all.heaps)
+    if (heap->gpu() == gpu) bytes += heap->held();
+  return bytes;
 }
 
 void trim_temporaries() {
   Temporaries& all = temporaries();
-  synchronise_shards();
   std::lock_guard<std::mutex> lock(all.mutex);
-  for (const cudaMemPool_t pool : all.pool) {
-    if (pool) CUDA_CHECK(cudaMemPoolTrimTo(pool, 0));
+  for (const std::unique_ptr<Heap>& heap : all.heaps) {
+    DeviceGuard guard(heap->gpu());
+    CUDA_CHECK(cudaStreamSynchronize(heap->stream()));
+    heap->trim();
   }
 }
 
-void read_back_bytes(void* host, const void* device, int64_t bytes, int shard) {
-  if (bytes <= 0) return;
-  const int on = shard_of_owner(shard);
-  DeviceGuard guard(shard_device(on));
-  CUDA_CHECK(
-      cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, shard_stream(on)));
-  CUDA_CHECK(cudaStreamSynchronize(shard_stream(on)));
-}
-
-void upload_bytes(void* device, const void* host, int64_t bytes, int shard) {
-  if (bytes <= 0) return;
-  const int on = shard_of_owner(shard);
-  DeviceGuard guard(shard_device(on));
-  const cudaStream_t stream = shard_stream(on);
-  if (bytes <= UploadRing::kSegmentBytes) {
-    upload_ring(shard_device(on)).copy(device, host, bytes, stream);
-    return;
-  }
-  CUDA_CHECK(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream));
-  CUDA_CHECK(cudaStreamSynchronize(stream));
-}
-
-void zero_bytes(void* device, int64_t bytes, int shard) {
-  if (bytes <= 0) return;
-  const int on = shard_of_owner(shard);
-  DeviceGuard guard(shard_device(on));
-  CUDA_CHECK(cudaMemsetAsync(device, 0, static_cast<size_t>(bytes), shard_stream(on)));
-}
-
-void copy_between(void* to, int to_shard, const void* from, int from_shard, int64_t bytes) {
-  if (bytes <= 0) return;
-  const int to_device = shard_device(shard_of_owner(to_shard)),
-            from_device = shard_device(shard_of_owner(from_shard));
-  DeviceGuard guard(to_device);
-  const cudaStream_t stream = shard_stream(shard_of_owner(to_shard));
-  if (to_device == from_device) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
-  } else {
-    CUDA_CHECK(cudaMemcpyPeerAsync(to, to_device, from, from_device, static_cast<size_t>(bytes), stream));
-  }
-}
-
-void ReadBack::add_bytes(void* host, const void* device, int64_t bytes, int shard) {
-  if (bytes <= 0) return;
-  // staged in wait(): the landing area may still move
-  pieces_.push_back({host, used_, bytes});
-  shards_.push_back(shard_of_owner(shard));
-  sources_.push_back(device);
-  used_ += (bytes + 15) / 16 * 16;
-}
-
-void ReadBack::wait() {
-  if (pieces_.empty()) return;
-  thread_local Landing landing;
-  char* memory = landing.at_least(used_);
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    DeviceGuard guard(shard_device(shards_[i]));
-    CUDA_CHECK(cudaMemcpyAsync(memory + pieces_[i].offset, sources_[i], static_cast<size_t>(pieces_[i].bytes),
-                               cudaMemcpyDeviceToHost, shard_stream(shards_[i])));
-  }
-  for (const int shard : shards_) CUDA_CHECK(cudaStreamSynchronize(shard_stream(shard)));
-  for (const Piece& piece : pieces_)
-    std::memcpy(piece.host, memory + piece.offset, static_cast<size_t>(piece.bytes));
-  pieces_.clear();
-  shards_.clear();
-  sources_.clear();
-  used_ = 0;
-}
+void set_pressure_hook(bool (*release)()) { temporaries().pressure_hook = release; }
 
 }  // namespace mgpu

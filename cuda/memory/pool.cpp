@@ -18,6 +18,7 @@
 #include "memory/page.h"
 #include "memory/provider.h"
 #include "memory/tally.h"
+#include "memory/temporaries.h"
 #include "mesh/gate.h"
 
 namespace mgpu {
@@ -437,13 +438,12 @@ class Pool {
                                     std::to_string(arena.mapped_pages() - first) + " pages");
     count(block, -1);
     try {
-      // runs of neighbouring pages
-      for (size_t i = 0; i < pages.size();) {
-        size_t end = i + 1;
-        while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
-        arena.move(first + pages[i],
-                   {places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end)});
-        i = end;
+      if (!pages.empty()) {  // in one go, from the first of them to the last
+        const auto [least, most] = std::minmax_element(pages.begin(), pages.end());
+        std::vector<int16_t> wanted;
+        for (int64_t page = *least; page <= *most; ++page) wanted.push_back(arena.place(first + page));
+        for (size_t i = 0; i < pages.size(); ++i) wanted[static_cast<size_t>(pages[i] - *least)] = places[i];
+        arena.move(first + *least, wanted);
       }
     } catch (...) {
       count(block, +1);
@@ -457,10 +457,9 @@ class Pool {
     check_process();
     std::lock_guard<std::mutex> lock(mutex_);
     MemoryCounts out;
-    shards(mesh().size() - 1);
-    for (const ShardMemory& shard : shards_) {
-      out.shards.push_back(shard);
-      out.allocated += shard.allocated;
+    for (int shard = 0; shard < mesh().size(); ++shard) {
+      const Tally known = tally_of(shard);
+      out.shards.push_back({known.allocated, 0, known.peak, 0});
     }
     auto add_pages = [&](const Arena& arena) {
       for (int64_t page = 0; page < arena.mapped_pages(); ++page) {
@@ -478,26 +477,18 @@ class Pool {
     for (const auto& [key, slabs] : slabs_)
       out.shards[static_cast<size_t>(key.second)].pages += slabs.pages();
     for (ShardMemory& shard : out.shards) shard.reserved = shard.pages * kPageBytes;
-    if (!out.shards.empty()) out.shards[0].reserved += adopted_outside_;
-    add_temporaries(out.shards);
-    out.allocated = 0;
-    for (const ShardMemory& shard : out.shards) {
-      out.reserved += shard.reserved;
-      out.allocated += shard.allocated;
+    out.shards[0].reserved += adopted_outside_;
+    for (size_t shard = 0; shard < out.shards.size(); ++shard) {
+      out.shards[shard].reserved += temporaries_reserved(static_cast<int>(shard));
+      out.reserved += out.shards[shard].reserved;
     }
     out.reserved += out.host;
-    out.allocated += host_bytes_;
-    out.peak = peak_;
+    const Tally all = tally_of_all();
+    out.allocated = all.allocated;
+    out.peak = all.peak;
     out.allocations = allocations_;
     out.live = static_cast<int64_t>(live_.size() + adopted_.size());
     return out;
-  }
-
-  void reset_peak() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (ShardMemory& shard : shards_) shard.peak = shard.allocated;
-    peak_ = total_;
-    reset_temporaries();
   }
 
   void empty_cache() {
@@ -506,6 +497,7 @@ class Pool {
     std::lock_guard<std::mutex> lock(mutex_);
     visit_pending(true);
     drop_caches();
+    provider().trim();  // not where GPUs are short of memory: what it keeps is the host's
   }
 
   void store_split(const void* at, int64_t rows, int64_t row_bytes, const RowRange* row_from_shard,
@@ -572,17 +564,8 @@ class Pool {
   }
 
   void count_adopted(const Adopted& memory, int64_t sign) {
-    ShardMemory& shard = shards(0);
-    shard.allocated += sign * memory.bytes;
-    shard.peak = std::max(shard.peak, shard.allocated);
-    total_ += sign * memory.bytes;
-    peak_ = std::max(peak_, total_);
+    tally(0, sign * memory.bytes);
     if (memory.outside) adopted_outside_ += sign * memory.bytes;
-  }
-
-  ShardMemory& shards(int shard) {
-    if (static_cast<int>(shards_.size()) <= shard) shards_.resize(static_cast<size_t>(shard) + 1);
-    return shards_[static_cast<size_t>(shard)];
   }
 
   const Arena& arena_at(const char* base, const Block& block) {
@@ -630,7 +613,6 @@ class Pool {
     cached_.clear();
     cached_bytes_ = 0;
     for (auto& [key, slabs] : slabs_) slabs.drop_empty();
-    provider().trim();
   }
 
   void add(char* base, Block block) {
@@ -642,28 +624,17 @@ class Pool {
   // Add (sign +1) or take away (-1) a block's bytes on the shards that its pages lie on.
   void count(const Block& block, int64_t sign) {
     if (block.segment) return;  // what is in use of it is adopted by tensors
-    auto count_bytes = [&](int place, int64_t bytes) {
-      if (place == kHostPage) {
-        host_bytes_ += sign * bytes;
-      } else {
-        ShardMemory& shard = shards(place);
-        shard.allocated += sign * bytes;
-        shard.peak = std::max(shard.peak, shard.allocated);
-      }
-    };
     if (!block.arena) {
-      count_bytes(block.slab_shard, block.bytes);
+      tally(block.slab_shard, sign * block.bytes);
     } else {
       const Arena& arena = *block.arena;
       for (int64_t page = 0; page < pages_for(block.bytes);) {
         int64_t end = page + 1;
         while (end < pages_for(block.bytes) && arena.place(end) == arena.place(page)) ++end;
-        count_bytes(arena.place(page), std::min(block.bytes, end * kPageBytes) - page * kPageBytes);
+        tally(arena.place(page), sign * (std::min(block.bytes, end * kPageBytes) - page * kPageBytes));
         page = end;
       }
     }
-    total_ += sign * block.bytes;
-    peak_ = std::max(peak_, total_);
   }
 
   std::mutex mutex_;
@@ -674,10 +645,6 @@ class Pool {
   std::map<const char*, Adopted> adopted_;
   int64_t adopted_outside_ = 0;
   int64_t cached_bytes_ = 0;
-  std::vector<ShardMemory> shards_;  // allocated and peak; pages are counted on demand
-  int64_t host_bytes_ = 0;
-  int64_t total_ = 0;
-  int64_t peak_ = 0;
   int64_t allocations_ = 0;
 };
 
@@ -723,7 +690,7 @@ void move_pages(const void* begin, const std::vector<int64_t>& pages, const std:
 }
 
 MemoryCounts memory_counts() { return pool().counts(); }
-void reset_peak() { pool().reset_peak(); }
+void reset_peak() { reset_tally_peaks(); }
 void empty_cache() { pool().empty_cache(); }
 bool in_forked_child() { return forked_child.load(); }
 

@@ -4,8 +4,12 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <vector>
 
 namespace mgpu {
+
+// Pages that move at a time: what a move needs beside the memory that pages leave is bounded by them.
+constexpr int64_t kMovePages = 512;
 
 // Not enough memory; the text says who asked for how much, and what helps.
 class OutOfMemory : public std::bad_alloc {
@@ -32,8 +36,10 @@ class PageProvider {
   virtual void unmap(void* at, int64_t pages) = 0;
   // Make pages that were just mapped zero, in the order of the lead shard's stream.
   virtual void zero(void* at, int64_t pages) = 0;
-  // Move pages; contents and address stay. The caller keeps everybody else off them.
-  virtual void move(void* at, int64_t pages, int from, int to) = 0;
+  // Move pages, at most kMovePages of them: the i-th lies at places[i] and shall lie at to[i]; `places` says
+  // where they are afterwards, also if this throws OutOfMemory. Contents and addresses stay. The caller keeps
+  // everybody else off them.
+  virtual void move(void* at, std::vector<int16_t>& places, const std::vector<int16_t>& to) = 0;
   // True if two places are the same memory, so that moving from one to the other is a matter of book-keeping.
   virtual bool same(int a, int b) const = 0;
   // Give back what the provider itself keeps.

@@ -52,27 +52,6 @@ std::string obstacle_to_managed() {
 
 }  // namespace
 
-const std::vector<int>& mesh_gpus() {
-  static const std::vector<int>* gpus = [] {
-    auto* list = new std::vector<int>;
-    for (int shard = 0; shard < mesh().size(); ++shard) {
-      const int gpu = shard_device(shard);
-      if (std::find(list->begin(), list->end(), gpu) == list->end()) list->push_back(gpu);
-    }
-    return list;
-  }();
-  return *gpus;
-}
-
-int gpu_of_place(int place) {
-  static const std::vector<int>* gpus = [] {  // asked for every page, and shard_device reads the shard's name
-    auto* list = new std::vector<int>;
-    for (int shard = 0; shard < mesh().size(); ++shard) list->push_back(shard_device(shard));
-    return list;
-  }();
-  return place == kHostPage ? -1 : gpus->at(static_cast<size_t>(place));
-}
-
 std::string choose_memory(const std::string& wanted) {
   if (wanted != "" && wanted != "vmm" && wanted != "managed")
     throw std::invalid_argument("MGPU_MEMORY is \"" + wanted + "\", expected vmm or managed.");

@@ -5,14 +5,16 @@
 #include <string>
 #include <vector>
 
+#include "memory/page.h"
 #include "memory/provider.h"
+#include "mesh/mesh.h"
 
 namespace mgpu {
 
 // GPUs of the mesh, each once, the lead shard's first.
-const std::vector<int>& mesh_gpus();
+inline const std::vector<int>& mesh_gpus() { return mesh().gpus(); }
 // The GPU that a place lies on; -1 for kHostPage.
-int gpu_of_place(int place);
+inline int gpu_of_place(int place) { return place == kHostPage ? -1 : mesh()[place].gpu; }
 
 // Choose the provider: `wanted` is MGPU_MEMORY ("vmm", "managed", or "" for the best that the GPUs can do).
 // Called once by init(), after set_mesh. Returns one line that says what was chosen and why. Throws

@@ -58,7 +58,9 @@ class HostProvider final : public PageProvider {
   }
 
   void zero(void* /*at*/, int64_t /*pages*/) override {}  // fresh memory is zero
-  void move(void* /*at*/, int64_t /*pages*/, int /*from*/, int /*to*/) override {}
+  void move(void* /*at*/, std::vector<int16_t>& places, const std::vector<int16_t>& to) override {
+    places = to;
+  }
   bool same(int /*a*/, int /*b*/) const override { return true; }
   int64_t cache_bytes() const override { return int64_t{1} << 30; }
 };

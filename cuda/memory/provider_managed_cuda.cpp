@@ -8,9 +8,10 @@
 // held against what is free.
 #include <cuda_runtime_api.h>
 
-#include <map>
-#include <mutex>
-#include <stdexcept>
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "memory/page.h"
 #include "memory/provider_cuda.h"
@@ -46,8 +47,7 @@ class ManagedProvider final : public PageProvider {
     const cudaError_t code = cudaMallocManaged(&base, bytes_of(pages), cudaMemAttachGlobal);
     if (code == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) +
-                        " MiB of managed memory: " + free_memory_table() + ".");
+      throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) + " MiB of managed memory.");
     }
     check_cuda(code, "cudaMallocManaged");
     return base;
@@ -67,18 +67,32 @@ class ManagedProvider final : public PageProvider {
 
   bool same(int a, int b) const override { return gpu_of_place(a) == gpu_of_place(b); }
 
-  void move(void* at, int64_t pages, int from, int to) override {
-    if (same(from, to)) return;
-    for (const int gpu : mesh_gpus()) {
-      DeviceGuard guard(gpu);
-      CUDA_CHECK(cudaDeviceSynchronize());
+  void move(void* at, std::vector<int16_t>& places, const std::vector<int16_t>& to) override {
+    bool waited = false;
+    for (size_t i = 0; i < to.size();) {  // runs of pages with the same way to go
+      size_t end = i + 1;
+      while (end < to.size() && places[end] == places[i] && to[end] == to[i]) ++end;
+      if (!same(places[i], to[i])) {
+        if (!waited) wait_for_gpus();
+        waited = true;
+        send(static_cast<char*>(at) + static_cast<int64_t>(i) * kPageBytes, static_cast<int64_t>(end - i),
+             gpu_of_place(to[i]));
+      }
+      std::fill(places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end), to[i]);
+      i = end;
     }
-    send(at, pages, gpu_of_place(to));
   }
 
   int64_t cache_bytes() const override { return INT64_MAX; }
 
  private:
+  static void wait_for_gpus() {
+    for (const int gpu : mesh_gpus()) {
+      DeviceGuard guard(gpu);
+      CUDA_CHECK(cudaDeviceSynchronize());
+    }
+  }
+
   static std::pair<size_t, size_t> memory_of(int gpu) {
     DeviceGuard guard(gpu);
     size_t free = 0, total = 0;
@@ -89,8 +103,8 @@ class ManagedProvider final : public PageProvider {
   static void send(void* at, int64_t pages, int gpu) {
     if (gpu >= 0 && memory_of(gpu).first < bytes_of(pages) + kSpareBytes)
       throw OutOfMemory("mgpu could not get " + std::to_string(pages * 2) +
-                        " MiB of managed memory on cuda:" + std::to_string(gpu) + ": " + free_memory_table() +
-                        ", and " + std::to_string(kSpareBytes >> 20) + " MiB are left for others.");
+                        " MiB of managed memory on cuda:" + std::to_string(gpu) + " and leave " +
+                        std::to_string(kSpareBytes >> 20) + " MiB to others.");
     const int acting = gpu >= 0 ? gpu : mesh_gpus().front();
     DeviceGuard guard(acting);
     CUDA_CHECK(cudaMemAdvise(at, bytes_of(pages), cudaMemAdviseSetPreferredLocation, location_of(gpu)));

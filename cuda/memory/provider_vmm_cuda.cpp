@@ -3,154 +3,36 @@
 // memory on a chosen GPU or in the host's RAM, and map it: no page faults, full bandwidth, growth without
 // copies.
 //
-// Facts of the driver that shape this file: the granule is 2 MiB; a mapping can only be taken away whole, and
-// always starts at the beginning of a handle. So bulk memory comes in handles of 64 MiB (2 MiB each would
-// take 50 us each), and when some pages of a handle move, the whole handle is replaced by up to three:
-// before, moved, after.
-#include <cuda.h>  // types only: the functions are found through the runtime, so that no -lcuda is needed
+// A mapping can only be taken away whole, so where some pages of a handle move, the handle is replaced: new
+// memory is filled at other addresses and then takes the old one's place. Pages that move together come out
+// in handles as large as can be.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <future>
 #include <map>
 #include <mutex>
-#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
 
+#include "memory/host_spare_cuda.h"
 #include "memory/page.h"
 #include "memory/provider_cuda.h"
+#include "memory/vmm_cuda.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
 
 namespace {
 
-constexpr int64_t kHandlePages = 32;   // 64 MiB
-constexpr size_t kSpareOnHost = 16;    // handles, 1 GiB at most
-constexpr int64_t kManyPages = 512;    // 1 GiB
-constexpr int kDriverVersion = 12000;  // whose interface of the functions below is asked for
+constexpr int64_t kHandlePages = vmm::kHandleBytes / kPageBytes;
+constexpr int64_t kManyPages = 512;  // 1 GiB
+constexpr int kCopyStreams = 2;      // one copy starts while another ends
 
-// ---- the driver's functions
-
-struct Driver {
-  decltype(&::cuMemAddressReserve) address_reserve;
-  decltype(&::cuMemAddressFree) address_free;
-  decltype(&::cuMemCreate) create;
-  decltype(&::cuMemRelease) release;
-  decltype(&::cuMemMap) map;
-  decltype(&::cuMemUnmap) unmap;
-  decltype(&::cuMemSetAccess) set_access;
-  decltype(&::cuGetErrorName) error_name;
-
-  Driver() {
-    find("cuMemAddressReserve", address_reserve);
-    find("cuMemAddressFree", address_free);
-    find("cuMemCreate", create);
-    find("cuMemRelease", release);
-    find("cuMemMap", map);
-    find("cuMemUnmap", unmap);
-    find("cuMemSetAccess", set_access);
-    find("cuGetErrorName", error_name);
-  }
-
- private:
-  template <typename F>
-  static void find(const char* name, F& function) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    check_cuda(cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &result),
-               name);
-    if (result != cudaDriverEntryPointSuccess || !found)
-      throw std::runtime_error(std::string("the GPU driver lacks ") + name +
-                               "; mgpu needs driver 525 or newer, or MGPU_MEMORY=managed.");
-    function = reinterpret_cast<F>(found);
-  }
-};
-
-const Driver& driver() {
-  static const Driver* instance = new Driver;
-  return *instance;
-}
-
-std::string mebibytes(int64_t pages) { return std::to_string(pages * (kPageBytes >> 20)) + " MiB"; }
-
-void check(CUresult code, const std::string& what) {
-  if (code == CUDA_SUCCESS) return;
-  const char* name = nullptr;
-  driver().error_name(code, &name);
-  if (code == CUDA_ERROR_OUT_OF_MEMORY)
-    throw OutOfMemory("mgpu could not " + what + ": " + free_memory_table() + ".");
-  throw std::runtime_error("mgpu could not " + what + ": " + (name ? name : "unknown driver error"));
-}
-
-CUdeviceptr address(const void* at) { return reinterpret_cast<CUdeviceptr>(at); }
-size_t bytes_of(int64_t pages) { return static_cast<size_t>(pages * kPageBytes); }
-
-// ---- physical memory
-
-// A GPU, or -1 for the host's RAM next to the lead shard's GPU.
-CUmemLocation location_of(int gpu) {
-  CUmemLocation location{};
-  if (gpu >= 0) {
-    location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    location.id = gpu;
-  } else {
-    int node = 0;
-    CUDA_CHECK(cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, mesh_gpus().front()));
-    location.type = CU_MEM_LOCATION_TYPE_HOST_NUMA;
-    location.id = std::max(node, 0);
-  }
-  return location;
-}
-
-// Physical memory; released again unless it is taken over.
-class Physical {
- public:
-  Physical(int64_t pages, int gpu) : pages_(pages) {
-    CUmemAllocationProp properties{};
-    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location = location_of(gpu);
-    check(driver().create(&handle_, bytes_of(pages), &properties, 0),
-          "get " + mebibytes(pages) + " on " +
-              (gpu < 0 ? std::string("the host") : "cuda:" + std::to_string(gpu)));
-    owned_ = true;
-  }
-  Physical(Physical&& other) noexcept : handle_(other.handle_), pages_(other.pages_), owned_(other.owned_) {
-    other.owned_ = false;
-  }
-  Physical(const Physical&) = delete;
-  ~Physical() {
-    if (owned_) driver().release(handle_);
-  }
-  static Physical of(CUmemGenericAllocationHandle handle, int64_t pages) {
-    return Physical(handle, pages, true);
-  }
-  CUmemGenericAllocationHandle handle() const { return handle_; }
-  int64_t pages() const { return pages_; }
-  CUmemGenericAllocationHandle take() {
-    owned_ = false;
-    return handle_;
-  }
-
- private:
-  Physical(CUmemGenericAllocationHandle handle, int64_t pages, bool owned)
-      : handle_(handle), pages_(pages), owned_(owned) {}
-  CUmemGenericAllocationHandle handle_ = 0;
-  int64_t pages_;
-  bool owned_ = false;
-};
-
-// Every GPU of the mesh may read and write [at, at + pages), which is mapped.
-void open_to_all(void* at, int64_t pages) {
-  std::vector<CUmemAccessDesc> access;
-  for (const int gpu : mesh_gpus()) {
-    CUmemAccessDesc entry{};
-    entry.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    entry.location.id = gpu;
-    entry.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    access.push_back(entry);
-  }
-  check(driver().set_access(address(at), bytes_of(pages), access.data(), access.size()),
-        "open " + mebibytes(pages) + " to all GPUs");
-}
+int64_t bytes_of(int64_t pages) { return pages * kPageBytes; }
 
 void wait_for_gpus() {
   for (const int gpu : mesh_gpus()) {
@@ -164,19 +46,21 @@ void refuse_hopeless(int64_t pages, int gpu) {
   DeviceGuard guard(gpu);
   size_t free = 0, total = 0;
   CUDA_CHECK(cudaMemGetInfo(&free, &total));
-  if (bytes_of(pages) > free)
-    throw OutOfMemory("mgpu could not get " + mebibytes(pages) + " on cuda:" + std::to_string(gpu) + ": " +
-                      free_memory_table() + ".");
+  if (bytes_of(pages) > static_cast<int64_t>(free))
+    throw OutOfMemory("mgpu could not get " + std::to_string(bytes_of(pages) >> 20) +
+                      " MiB on cuda:" + std::to_string(gpu) + ".");
 }
 
 class VmmProvider final : public PageProvider {
  public:
+  VmmProvider() { host_.fill_ahead(); }
+
   void* reserve(int64_t pages) override {
-    CUdeviceptr base = 0;
-    if (driver().address_reserve(&base, bytes_of(pages), static_cast<size_t>(kPageBytes), 0, 0) !=
-        CUDA_SUCCESS)
-      throw OutOfMemory("mgpu could not reserve " + mebibytes(pages) + " of addresses for GPUs.");
-    return reinterpret_cast<void*>(base);
+    char* const base = vmm::reserve(bytes_of(pages));
+    if (!base)
+      throw OutOfMemory("mgpu could not reserve " + std::to_string(bytes_of(pages) >> 20) +
+                        " MiB of addresses for GPUs.");
+    return base;
   }
 
   void release(void* base, int64_t pages) noexcept override {
@@ -185,7 +69,7 @@ class VmmProvider final : public PageProvider {
     } catch (...) {  // the driver is gone: the process ends, and its memory with it
       return;
     }
-    driver().address_free(address(base), bytes_of(pages));
+    vmm::unreserve(base, bytes_of(pages));
   }
 
   void map(void* at, int64_t pages, int place) override {
@@ -197,12 +81,12 @@ class VmmProvider final : public PageProvider {
     try {
       while (done < pages) {
         const int64_t piece = std::min(kHandlePages, pages - done);
-        put(begin + done * kPageBytes, physical(piece, gpu), gpu);
+        put(begin + bytes_of(done), physical(bytes_of(piece), gpu));
         done += piece;
       }
-      open_to_all(at, pages);
+      vmm::open(at, bytes_of(pages), mesh_gpus());
     } catch (...) {
-      take_away(begin, begin + done * kPageBytes);
+      take_away(begin, begin + bytes_of(done));
       throw;
     }
   }
@@ -210,149 +94,275 @@ class VmmProvider final : public PageProvider {
   void unmap(void* at, int64_t pages) override {
     wait_for_gpus();  // kernels may still use what is being taken away
     std::lock_guard<std::mutex> lock(mutex_);
-    char* const begin = static_cast<char*>(at);
-    take_away(begin, begin + pages * kPageBytes);
+    take_away(static_cast<char*>(at), static_cast<char*>(at) + bytes_of(pages));
   }
 
   void zero(void* at, int64_t pages) override {
     DeviceGuard guard(mesh_gpus().front());
-    CUDA_CHECK(cudaMemsetAsync(at, 0, bytes_of(pages), shard_stream(0)));
+    CUDA_CHECK(cudaMemsetAsync(at, 0, static_cast<size_t>(bytes_of(pages)), shard_stream(0)));
   }
 
   bool same(int a, int b) const override { return gpu_of_place(a) == gpu_of_place(b); }
 
-  void move(void* at, int64_t pages, int from, int to) override {
-    if (same(from, to)) return;
+  void move(void* at, std::vector<int16_t>& places, const std::vector<int16_t>& to) override {
+    const int64_t count = static_cast<int64_t>(to.size());
+    bool all_there = true;
+    for (size_t i = 0; i < to.size(); ++i) {
+      if (same(places[i], to[i]))
+        places[i] = to[i];
+      else
+        all_there = false;
+    }
+    if (all_there) return;
     wait_for_gpus();
     std::lock_guard<std::mutex> lock(mutex_);
-    const int gpu = gpu_of_place(to);
-    char* const begin = static_cast<char*>(at);
-    char* const end = begin + pages * kPageBytes;
-    for (char* next = begin; next < end;) {
-      const auto extent = std::prev(extents_.upper_bound(next));
-      char* const extent_end = extent->first + extent->second.pages * kPageBytes;
-      char* const stop = std::min(end, extent_end);
-      replace(extent, next, stop, gpu);
-      next = stop;
+    const auto arrived = [&](const Stretch& done) {
+      const int64_t first = (done.begin - static_cast<char*>(at)) / kPageBytes;
+      const int64_t last = first + static_cast<int64_t>(done.gpu.size());
+      for (int64_t i = std::max<int64_t>(first, 0); i < std::min(last, count); ++i)
+        places[static_cast<size_t>(i)] = to[static_cast<size_t>(i)];
+    };
+    for (const Stretch& stretch : plan(static_cast<char*>(at), to)) {
+      try {
+        replace(stretch);
+        arrived(stretch);
+      } catch (const OutOfMemory&) {
+        const std::vector<Stretch> handles = by_handle(stretch);
+        if (handles.size() < 2) throw;
+        for (const Stretch& handle : handles) {  // what the first leave, the next can use
+          replace(handle);
+          arrived(handle);
+        }
+      }
     }
   }
 
-  void trim() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const Extent& spare : spare_on_host_) driver().release(spare.handle);
-    spare_on_host_.clear();
-  }
+  void trim() override { host_.clear(); }
 
   int64_t cache_bytes() const override {
     return INT64_MAX;
   }  // until somebody is short of memory, as torch does
 
  private:
-  // A mapping: one handle, whole.
-  struct Extent {
-    int64_t pages;
-    CUmemGenericAllocationHandle handle;
-    int gpu;  // -1: the host
-  };
-  using Extents = std::map<char*, Extent>;
+  using Extents = std::map<char*, vmm::Physical>;  // mappings, each one handle, by address
 
-  void put(char* at, Physical&& memory, int gpu) {
-    check(driver().map(address(at), bytes_of(memory.pages()), 0, memory.handle(), 0),
-          "map " + mebibytes(memory.pages()));
-    extents_.emplace(at, Extent{memory.pages(), memory.take(), gpu});
+  // Neighbouring extents that are replaced together, and where each of their pages shall lie.
+  struct Stretch {
+    char* begin;
+    std::vector<int> gpu;  // by page
+  };
+
+  void put(char* at, vmm::Physical&& memory) {
+    vmm::map(at, memory);
+    extents_.emplace(at, std::move(memory));
   }
 
   // Extents that lie in [begin, end), all of them whole.
   void take_away(char* begin, char* end) {
     auto extent = extents_.lower_bound(begin);
     while (extent != extents_.end() && extent->first < end) {
-      driver().unmap(address(extent->first), bytes_of(extent->second.pages));
-      give_back(extent->second);
+      vmm::unmap(extent->first, extent->second.bytes());
+      give_back(std::move(extent->second));
       extent = extents_.erase(extent);
     }
   }
 
-  // Put new handles in place of an extent's: [begin, end) of it on `gpu`, what is before and after where it
-  // was. Contents are kept. If there is not enough memory, nothing has changed.
-  void replace(Extents::iterator extent, char* begin, char* end, int gpu) {
-    char* const old_begin = extent->first;
-    const Extent old = extent->second;
-    if (old.gpu == gpu) return;
-    std::vector<std::pair<Physical, int>> parts;  // in the order of the addresses
-    if (begin > old_begin) parts.emplace_back(physical((begin - old_begin) / kPageBytes, old.gpu), old.gpu);
-    parts.emplace_back(physical((end - begin) / kPageBytes, gpu), gpu);
-    char* const old_end = old_begin + old.pages * kPageBytes;
-    if (end < old_end) parts.emplace_back(physical((old_end - end) / kPageBytes, old.gpu), old.gpu);
+  // What has to be replaced so that pages from `at` on lie at places `to`.
+  std::vector<Stretch> plan(char* at, const std::vector<int16_t>& to) const {
+    std::vector<Stretch> out;
+    char* const end = at + bytes_of(static_cast<int64_t>(to.size()));
+    for (auto extent = std::prev(extents_.upper_bound(at)); extent != extents_.end() && extent->first < end;
+         ++extent) {
+      char* const begin = extent->first;
+      const int64_t pages = extent->second.bytes() / kPageBytes;
+      std::vector<int> gpu(static_cast<size_t>(pages), extent->second.gpu());
+      bool changed = false;
+      for (int64_t page = 0; page < pages; ++page) {
+        char* const address = begin + bytes_of(page);
+        if (address < at || address >= end) continue;
+        const int wanted = gpu_of_place(to[static_cast<size_t>((address - at) / kPageBytes)]);
+        changed |= wanted != extent->second.gpu();
+        gpu[static_cast<size_t>(page)] = wanted;
+      }
+      if (!changed) continue;
+      if (out.empty() || out.back().begin + bytes_of(static_cast<int64_t>(out.back().gpu.size())) != begin)
+        out.push_back({begin, {}});
+      out.back().gpu.insert(out.back().gpu.end(), gpu.begin(), gpu.end());
+    }
+    return out;
+  }
 
-    // fill them at other addresses
-    char* const aside = scratch();
-    int64_t mapped = 0;
+  // The same, a handle at a time.
+  std::vector<Stretch> by_handle(const Stretch& stretch) const {
+    std::vector<Stretch> out;
+    for (size_t done = 0; done < stretch.gpu.size();) {
+      char* const begin = stretch.begin + bytes_of(static_cast<int64_t>(done));
+      const int64_t pages = extents_.at(begin).bytes() / kPageBytes;
+      const auto gpu = stretch.gpu.begin() + static_cast<int64_t>(done);
+      out.push_back({begin, {gpu, gpu + pages}});
+      done += static_cast<size_t>(pages);
+    }
+    return out;
+  }
+
+  // Put new handles in place of a stretch's. Contents are kept. If there is not enough memory, nothing has
+  // changed.
+  void replace(const Stretch& stretch) {
+    const int64_t pages = static_cast<int64_t>(stretch.gpu.size());
+    std::vector<vmm::Physical> parts;
+    char* const aside = scratch(pages);
+    int64_t mapped = 0;  // bytes
     const auto unmap_aside = [&] {
-      for (int64_t page = 0, part = 0; page < mapped;
-           page += parts[static_cast<size_t>(part++)].first.pages())
-        driver().unmap(address(aside + page * kPageBytes),
-                       bytes_of(parts[static_cast<size_t>(part)].first.pages()));
+      int64_t at = 0;
+      for (const vmm::Physical& part : parts) {
+        if (at < mapped) vmm::unmap(aside + at, part.bytes());
+        at += part.bytes();
+      }
     };
     try {
-      for (const auto& [memory, where] : parts) {
-        check(driver().map(address(aside + mapped * kPageBytes), bytes_of(memory.pages()), 0, memory.handle(),
-                           0),
-              "map " + mebibytes(memory.pages()));
-        mapped += memory.pages();
+      Maker maker(*this, cut(stretch.gpu));
+      Copies copies;
+      for (size_t part = 0; part < maker.count(); ++part) {
+        parts.push_back(maker.next());
+        char* const to = aside + mapped;
+        vmm::map(to, parts.back());
+        mapped += parts.back().bytes();
+        vmm::open(to, parts.back().bytes(), mesh_gpus());
+        copies.start(to, stretch.begin + (to - aside), parts.back().bytes());
       }
-      open_to_all(aside, old.pages);
-      DeviceGuard guard(old.gpu >= 0 ? old.gpu : gpu >= 0 ? gpu : mesh_gpus().front());
-      CUDA_CHECK(
-          cudaMemcpyAsync(aside, old_begin, bytes_of(old.pages), cudaMemcpyDefault, cudaStreamPerThread));
-      CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));
+      copies.wait();
     } catch (...) {
       unmap_aside();
       throw;
     }
     unmap_aside();
-
-    take_away(old_begin, old_end);
-    char* at = old_begin;
-    for (auto& [memory, where] : parts) {
-      const int64_t pages = memory.pages();
-      put(at, std::move(memory), where);
-      at += pages * kPageBytes;
+    take_away(stretch.begin, stretch.begin + bytes_of(pages));
+    char* at = stretch.begin;
+    for (vmm::Physical& part : parts) {
+      const int64_t bytes = part.bytes();
+      put(at, std::move(part));
+      at += bytes;
     }
-    open_to_all(old_begin, old.pages);
+    vmm::open(stretch.begin, bytes_of(pages), mesh_gpus());
   }
 
-  // Host memory is slow to get (20 ms for 64 MiB), and the same pages often go there again: keep some
-  // handles.
-  void give_back(const Extent& memory) {
-    if (memory.gpu < 0 && spare_on_host_.size() < kSpareOnHost)
-      spare_on_host_.push_back(memory);
-    else
-      driver().release(memory.handle);
+  struct Wanted {
+    int64_t bytes;
+    int gpu;
+  };
+  // Handles for pages that shall lie so, in the order of their addresses.
+  static std::vector<Wanted> cut(const std::vector<int>& gpu) {
+    std::vector<Wanted> out;
+    for (size_t page = 0; page < gpu.size();) {
+      size_t end = page + 1;
+      while (end < gpu.size() && gpu[end] == gpu[page] && static_cast<int64_t>(end - page) < kHandlePages)
+        ++end;
+      out.push_back({bytes_of(static_cast<int64_t>(end - page)), gpu[page]});
+      page = end;
+    }
+    return out;
   }
 
-  Physical physical(int64_t pages, int gpu) {
-    if (gpu < 0) {
-      const auto spare = std::find_if(spare_on_host_.begin(), spare_on_host_.end(),
-                                      [&](const Extent& memory) { return memory.pages == pages; });
-      if (spare != spare_on_host_.end()) {
-        const CUmemGenericAllocationHandle handle = spare->handle;
-        spare_on_host_.erase(spare);
-        return Physical::of(handle, pages);
+  // Makes memory ahead of the copies into it, in a thread of its own if it is the host's, for which the
+  // driver needs longer than the copy does.
+  class Maker {
+   public:
+    Maker(VmmProvider& provider, std::vector<Wanted> wanted)
+        : provider_(provider), wanted_(std::move(wanted)), made_(wanted_.size()) {
+      const bool slow =
+          std::any_of(wanted_.begin(), wanted_.end(), [](const Wanted& w) { return w.gpu < 0; });
+      if (slow)
+        thread_ = std::thread([this] {
+          for (size_t index = 0; index < wanted_.size() && !stop_; ++index) make(index);
+        });
+    }
+    ~Maker() {
+      stop_ = true;
+      if (thread_.joinable()) thread_.join();
+    }
+    size_t count() const { return wanted_.size(); }
+
+    // The next in order; throws what making it threw.
+    vmm::Physical next() {
+      const size_t index = next_++;
+      if (!thread_.joinable()) make(index);
+      return made_[index].get_future().get();
+    }
+
+   private:
+    void make(size_t index) {
+      try {
+        made_[index].set_value(provider_.physical(wanted_[index].bytes, wanted_[index].gpu));
+      } catch (...) {
+        made_[index].set_exception(std::current_exception());
       }
     }
-    return Physical(pages, gpu);
+    VmmProvider& provider_;
+    const std::vector<Wanted> wanted_;
+    std::vector<std::promise<vmm::Physical>> made_;
+    size_t next_ = 0;
+    std::atomic<bool> stop_{false};
+    std::thread thread_;
+  };
+
+  // Copies that run while the next memory is made.
+  class Copies {
+   public:
+    Copies() : guard_(mesh_gpus().front()) {
+      for (cudaStream_t& stream : streams_) {
+        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+      }
+    }
+    ~Copies() {
+      for (const cudaStream_t stream : streams_) {
+        if (!stream) continue;
+        cudaStreamSynchronize(stream);  // nobody takes memory away under a copy
+        cudaStreamDestroy(stream);
+      }
+    }
+    void start(void* to, const void* from, int64_t bytes) {
+      const cudaStream_t stream = streams_[static_cast<size_t>(turn_++ % kCopyStreams)];
+      CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
+    }
+    void wait() {
+      for (const cudaStream_t stream : streams_) CUDA_CHECK(cudaStreamSynchronize(stream));
+    }
+
+   private:
+    DeviceGuard guard_;
+    std::array<cudaStream_t, kCopyStreams> streams_{};
+    int turn_ = 0;
+  };
+
+  void give_back(vmm::Physical&& memory) {
+    if (memory.gpu() < 0) {
+      host_.give(std::move(memory));
+    } else {
+      const vmm::Physical gone(std::move(memory));
+    }
   }
 
-  // Addresses where a handle is filled before it takes its place.
-  char* scratch() {
-    if (!scratch_) scratch_ = static_cast<char*>(reserve(kHandlePages));
+  vmm::Physical physical(int64_t bytes, int gpu) {
+    return gpu < 0 ? host_.take(bytes) : vmm::Physical(bytes, gpu);
+  }
+
+  // Addresses where new memory is filled before it takes its place.
+  char* scratch(int64_t pages) {
+    if (scratch_pages_ < pages) {
+      if (scratch_) vmm::unreserve(scratch_, bytes_of(scratch_pages_));
+      scratch_ = nullptr;
+      scratch_pages_ = 0;
+      scratch_ = static_cast<char*>(reserve(pages));
+      scratch_pages_ = pages;
+    }
     return scratch_;
   }
 
   std::mutex mutex_;
   Extents extents_;
-  std::vector<Extent> spare_on_host_;
   char* scratch_ = nullptr;
+  int64_t scratch_pages_ = 0;
+  HostSpare host_;
 };
 
 }  // namespace

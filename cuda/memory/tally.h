@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// tally.h: what stages' temporaries add to the counts of the shards. On the host they are blocks of the pool,
-// and counted there; on GPUs they have pools of their own (temporaries.h).
+// tally.h: bytes in use by shard, and the most there have been: blocks of the pool and temporaries of stages
+// alike. Lock-free; any thread.
 #pragma once
-#include <vector>
-
-#include "memory/pool.h"
+#include <cstdint>
 
 namespace mgpu {
 
-void add_temporaries(std::vector<ShardMemory>& shards);
-void reset_temporaries();
+struct Tally {
+  int64_t allocated = 0;  // bytes
+  int64_t peak = 0;       // largest `allocated` since reset_tally_peaks()
+};
+
+// More bytes (or fewer, if negative) are in use on a shard, or parked in host memory (kHostPage).
+void tally(int place, int64_t bytes) noexcept;
+
+Tally tally_of(int place);
+Tally tally_of_all();  // shards and host memory together
+void reset_tally_peaks();
 
 }  // namespace mgpu

@@ -1,21 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// temporaries.h: what the CUDA flavour's pools of temporaries hold (buffer_cuda.cpp), for memory_stats and
-// empty_cache.
+// temporaries.h: what stages' temporaries hold beyond what is in use (buffer.h): for memory_stats,
+// empty_cache and whoever is short of memory.
 #pragma once
 #include <cstdint>
 
 namespace mgpu {
 
-struct TemporaryCounts {
-  int64_t allocated = 0;  // bytes in Buffers
-  int64_t peak = 0;       // largest `allocated` since reset_temporary_peak
-  int64_t reserved = 0;   // bytes that the pool holds, in use or not
-};
+// Bytes of GPU memory that the heaps of a shard's GPU hold, in use or not; 0 for all but the first shard of a
+// GPU. On the host temporaries are blocks of the pool, and counted there.
+int64_t temporaries_reserved(int shard);
 
-// Of one GPU, which may carry several shards.
-TemporaryCounts temporary_counts(int device);
-void reset_temporary_peak();
 // The host waits for the shards; then what no Buffer uses goes back to the driver.
 void trim_temporaries();
+
+// Called when a temporary finds no memory: shall make others give back what they keep. True: try again.
+void set_pressure_hook(bool (*release)());
 
 }  // namespace mgpu

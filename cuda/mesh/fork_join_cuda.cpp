@@ -35,18 +35,6 @@ cudaStream_t default_stream(int device) {
   return stream;
 }
 
-// Devices of the mesh, each once, in the order of their first shard.
-std::vector<int> mesh_devices() {
-  std::vector<int> devices;
-  for (int shard = 0; shard < mesh().size(); ++shard) {
-    const int device = shard_device(shard);
-    bool known = false;
-    for (const int other : devices) known |= other == device;
-    if (!known) devices.push_back(device);
-  }
-  return devices;
-}
-
 cudaStream_t device_stream(int device) {
   const StreamProvider provider = stream_provider.load();
   return provider ? provider(device) : default_stream(device);
@@ -66,18 +54,11 @@ cudaEvent_t join_event(int device) {
 }  // namespace
 
 int shard_device(int shard) {
-  const std::string& name = mesh()[shard].name;
-  const size_t colon = name.find(':');
-  const std::string kind = colon == std::string::npos ? "cuda" : name.substr(0, colon);
-  const std::string number = colon == std::string::npos ? name : name.substr(colon + 1);
-  const bool digits =
-      !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == std::string::npos;
-  if (kind != "cuda" || !digits) {
-    throw std::invalid_argument(
-        "shard " + std::to_string(shard) + " is \"" + name +
-        "\", and the CUDA flavour has GPUs only. Set MGPU_DEVICES to GPU numbers, such as 0,1.");
-  }
-  return std::stoi(number);
+  const Shard& known = mesh()[shard];
+  if (known.gpu >= 0) return known.gpu;
+  throw std::invalid_argument(
+      "shard " + std::to_string(shard) + " is \"" + known.name +
+      "\", and the CUDA flavour has GPUs only. Set MGPU_DEVICES to GPU numbers, such as 0,1.");
 }
 
 cudaStream_t shard_stream(int shard) { return device_stream(shard_device(shard)); }
@@ -85,7 +66,7 @@ cudaStream_t shard_stream(int shard) { return device_stream(shard_device(shard))
 void set_stream_provider(StreamProvider provider) { stream_provider.store(provider); }
 
 void join_shards() {
-  const std::vector<int> devices = mesh_devices();
+  const std::vector<int>& devices = mesh().gpus();
   if (devices.size() < 2) return;
   for (const int device : devices) {
     DeviceGuard guard(device);
@@ -100,7 +81,7 @@ void join_shards() {
 }
 
 void synchronise_shards() {
-  for (const int device : mesh_devices()) {
+  for (const int device : mesh().gpus()) {
     DeviceGuard guard(device);
     CUDA_CHECK(cudaStreamSynchronize(device_stream(device)));
   }

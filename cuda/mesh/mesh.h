@@ -8,10 +8,13 @@
 
 namespace mgpu {
 
+constexpr int kMaxShards = 64;
+
 // One member of the aggregate device.
 struct Shard {
   int index;         // position in the mesh, 0 is the lead shard
   std::string name;  // "cpu:2"
+  int gpu = -1;      // ordinal of the GPU that it lies on ("cuda:1"), -1 for any other name
 };
 
 // Half-open range of rows (or bytes, tiles, ...).
@@ -27,10 +30,13 @@ class Mesh {
   int size() const { return static_cast<int>(shards_.size()); }
   const Shard& operator[](int index) const { return shards_[static_cast<size_t>(index)]; }
   const std::vector<Shard>& shards() const { return shards_; }
+  // GPUs of the shards, each once, the lead shard's first.
+  const std::vector<int>& gpus() const { return gpus_; }
 
  private:
   friend void set_mesh(const std::vector<std::string>& names);
   std::vector<Shard> shards_;
+  std::vector<int> gpus_;
 };
 
 // The mesh of this process. One shard, "cpu:0", until set_mesh is called.

@@ -21,7 +21,7 @@
 #include "math/relocation.h"
 #include "math/sh.h"
 #include "math/ssim.h"
-#include "memory/temporaries.h"
+#include "memory/tally.h"
 #include "memory/transfer.h"
 #include "mesh/fork_join.h"
 #include "mesh/launch.h"
@@ -1129,12 +1129,12 @@ void time_scene(int64_t rows, int width, int height, float log_scale) {
       "MB;",
       mesh().size(), static_cast<long long>(rows), static_cast<long long>(visible),
       static_cast<long long>(pairs), width, height, 1e3 * whole / static_cast<double>(rounds),
-      static_cast<double>(temporary_counts(0).peak) / 1e6);
+      static_cast<double>(tally_of_all().peak) / 1e6);
   for (const std::string& stage : order)
     std::printf(" %s %.3f", stage.c_str(), 1e3 * sums[stage] / static_cast<double>(rounds));
   std::printf("\n");
   std::fflush(stdout);
-  reset_temporary_peak();
+  reset_tally_peaks();
 }
 
 // Microseconds of the loss alone.
