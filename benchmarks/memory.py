@@ -112,9 +112,18 @@ def moves(gib: float) -> dict[str, float]:
     times["every second page to_host, ms"] = 1e3 * seconds(lambda: mgpu().to_host(x, half))
     times["every second page to_device, ms"] = 1e3 * seconds(lambda: mgpu().to_device(x, half))
     assert int(x.sum(dtype=torch.int64).item()) == want
-    del x
-    times["empty_cache, ms"] = 1e3 * seconds(mgpu().empty_cache)
     return times
+
+
+def pool() -> dict[str, float]:
+    """Temporaries as a training step takes them: twenty alive at once, from 256 B to 256 MiB; nanoseconds of the host each."""
+    from ns_mgpu_splat.device import native
+
+    sizes = [1 << (8 + bit) for bit in range(20)]
+    native().time_temporaries(sizes, 10, 0)
+    rounds = 1000
+    taken = min(native().time_temporaries(sizes, rounds, 0) for _ in range(5))
+    return {"a temporary, taken and given back, ns": 1e9 * taken / (rounds * len(sizes))}
 
 
 def rss() -> dict[str, float]:
@@ -127,7 +136,7 @@ def rss() -> dict[str, float]:
 
 def files(gib: float) -> dict[str, float]:
     """One tensor to a file and back; how far the resident memory of this process rises meanwhile."""
-    x = torch.arange(int(gib * GIB) // 4, dtype=torch.int32, device="mgpu")
+    state = {"x": torch.arange(int(gib * GIB) // 4, dtype=torch.int32, device="mgpu")}
     times = {}
     peak, stop = {"RssAnon": 0.0, "RssFile": 0.0}, threading.Event()
     before = rss()
@@ -155,15 +164,12 @@ def files(gib: float) -> dict[str, float]:
             times[f"{name}, {key} more, GiB"] = peak[key] - before[key]
         return out
 
-    save = getattr(mgpu(), "save", torch.save)
-    load = getattr(mgpu(), "load", lambda path: torch.load(path, mmap=True))
     with tempfile.TemporaryDirectory(dir=os.environ.get("MGPU_BENCH_FOLDER")) as folder:
         path = Path(folder) / "x.pt"
-        watched(f"save {gib:g} GiB", lambda: save({"x": x}, path))
-        want = int(x.sum(dtype=torch.int64).item())
-        del x
+        watched(f"save {gib:g} GiB", lambda: mgpu().save(state, path))
+        want = int(state.pop("x").sum(dtype=torch.int64).item())
         mgpu().empty_cache()
-        loaded = watched(f"load {gib:g} GiB", lambda: load(path))
+        loaded = watched(f"load {gib:g} GiB", lambda: mgpu().load(path))
         assert int(loaded["x"].sum(dtype=torch.int64).item()) == want
     return times
 
@@ -176,7 +182,7 @@ def main() -> None:
     parser.add_argument("--devices", help="mesh; default: MGPU_DEVICES")
     parser.add_argument("--table-gib", type=float, help="size of the table that grows")
     parser.add_argument("--file-gib", type=float, help="size of the tensor that goes to a file")
-    parser.add_argument("--only", default="growth,moves,files", help="which, comma-separated")
+    parser.add_argument("--only", default="growth,moves,pool,files", help="which, comma-separated")
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
     import ns_mgpu_splat
@@ -186,6 +192,7 @@ def main() -> None:
     runs: dict[str, Callable[[], dict[str, float]]] = {
         "growth": lambda: growth(arguments.table_gib or (40 if on_gpus else 1)),
         "moves": lambda: moves(1.0),
+        "pool": pool,
         "files": lambda: files(arguments.file_gib or (16 if on_gpus else 1)),
     }
     results: dict[str, float] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = ("render.py", "train_step.py", "device.py")
-GPU_BENCHMARKS = ("fast_step.py",)
+GPU_BENCHMARKS = ("fast_step.py", "memory.py")
 
 
 def machine() -> str:

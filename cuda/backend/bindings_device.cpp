@@ -16,6 +16,7 @@
 #include "memory/buffer.h"
 #include "memory/locality.h"
 #include "memory/pool.h"
+#include "memory/provider.h"
 #include "mesh/fork_join.h"
 
 namespace mgpu {
@@ -44,6 +45,17 @@ void planted_buffer_violation(int owner) {
 void idle_stage(int milliseconds) {
   for_each_shard("idle",
                  [&](const Shard&) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+}
+
+// Temporaries as stages take them: `rounds` times one of each size, all alive at once. Seconds of the host.
+double time_temporaries(const std::vector<int64_t>& sizes, int64_t rounds, int owner) {
+  const auto start = std::chrono::steady_clock::now();
+  for (int64_t round = 0; round < rounds; ++round) {
+    std::vector<Buffer<char>> alive;
+    alive.reserve(sizes.size());
+    for (const int64_t bytes : sizes) alive.emplace_back(bytes, owner);
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 py::dict memory_stats() {
@@ -102,6 +114,11 @@ MGPU_BINDINGS(device) {
   m.def("planted_violation", &planted_violation, no_gil);
   m.def("planted_buffer_violation", &planted_buffer_violation, no_gil);
   m.def("idle_stage", &idle_stage, no_gil);
+  py::class_<Buffer<char>>(m, "Temporary")  // for tests
+      .def(py::init<int64_t, int>())
+      .def_property_readonly("address",
+                             [](Buffer<char>& buffer) { return reinterpret_cast<int64_t>(buffer.data()); });
+  m.def("time_temporaries", &time_temporaries, no_gil);
   m.def("set_row_split", [](const at::Tensor& tensor, const std::vector<std::pair<int64_t, int64_t>>& rows,
                             const std::string& what) {
     TORCH_CHECK_VALUE(rows.size() == static_cast<size_t>(mesh().size()),
@@ -114,6 +131,10 @@ MGPU_BINDINGS(device) {
 
   m.def("memory_stats", &memory_stats);
   m.def("memory_totals", &memory_totals);
+  m.def("held_memory", [] {
+    const PageProvider::Held held = provider().held();
+    return std::make_pair(held.shards, held.host);
+  });
   m.def("reset_peak", &reset_peak);
   m.def("empty_cache", &empty_cache, no_gil);
   m.def("op_stats", &op_stats);

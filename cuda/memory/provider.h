@@ -44,6 +44,13 @@ class PageProvider {
   virtual bool same(int a, int b) const = 0;
   // Give back what the provider itself keeps.
   virtual void trim() {}
+  // Bytes of physical memory that this process holds through it, on the shards and on the host. The host
+  // flavour does not count: its memory is the system's to give when it is touched.
+  struct Held {
+    int64_t shards = 0;
+    int64_t host = 0;
+  };
+  virtual Held held() const { return {}; }
   // How many bytes of freed arenas the pool shall keep for reuse.
   virtual int64_t cache_bytes() const = 0;
 };

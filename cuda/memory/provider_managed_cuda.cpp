@@ -9,12 +9,15 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "memory/page.h"
 #include "memory/provider_cuda.h"
+#include "memory/vmm_cuda.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -50,14 +53,21 @@ class ManagedProvider final : public PageProvider {
       throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) + " MiB of managed memory.");
     }
     check_cuda(code, "cudaMallocManaged");
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.emplace(static_cast<char*>(base), Held{});
     return base;
   }
 
   void release(void* base, int64_t /*pages*/) noexcept override {
-    cudaFree(base);
-  }  // waits for the GPUs by itself
+    cudaFree(base);  // waits for the GPUs by itself
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.erase(static_cast<char*>(base));
+  }
 
-  void map(void* at, int64_t pages, int place) override { send(at, pages, gpu_of_place(place)); }
+  void map(void* at, int64_t pages, int place) override {
+    send(at, pages, gpu_of_place(place));
+    note(at, place, pages);
+  }
   void unmap(void* /*at*/, int64_t /*pages*/) override {}  // until release(): managed memory has no holes
 
   void zero(void* at, int64_t pages) override {
@@ -77,10 +87,24 @@ class ManagedProvider final : public PageProvider {
         waited = true;
         send(static_cast<char*>(at) + static_cast<int64_t>(i) * kPageBytes, static_cast<int64_t>(end - i),
              gpu_of_place(to[i]));
+        note(at, places[i], -static_cast<int64_t>(end - i));
+        note(at, to[i], static_cast<int64_t>(end - i));
       }
       std::fill(places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end), to[i]);
       i = end;
     }
+  }
+
+  // Temporaries of stages are not managed, and counted too.
+  Held held() const override {
+    Held out;
+    for (const int gpu : mesh_gpus()) out.shards += vmm::held_bytes(gpu);
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [base, one] : held_) {
+      out.shards += one.shards;
+      out.host += one.host;
+    }
+    return out;
   }
 
   int64_t cache_bytes() const override { return INT64_MAX; }
@@ -113,6 +137,16 @@ class ManagedProvider final : public PageProvider {
     CUDA_CHECK(cudaMemPrefetchAsync(at, bytes_of(pages), location_of(gpu), 0, cudaStreamPerThread));
     CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));  // so that the next one sees what is free
   }
+
+  // More pages (or fewer, if negative) of the range around an address lie at a place.
+  void note(const void* at, int place, int64_t pages) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Held& range = std::prev(held_.upper_bound(static_cast<char*>(const_cast<void*>(at))))->second;
+    (place == kHostPage ? range.host : range.shards) += pages * kPageBytes;
+  }
+
+  mutable std::mutex mutex_;
+  std::map<char*, Held> held_;  // by range
 };
 
 }  // namespace

@@ -139,6 +139,12 @@ class VmmProvider final : public PageProvider {
 
   void trim() override { host_.clear(); }
 
+  Held held() const override {
+    Held out{0, vmm::held_bytes(-1)};
+    for (const int gpu : mesh_gpus()) out.shards += vmm::held_bytes(gpu);
+    return out;
+  }
+
   int64_t cache_bytes() const override {
     return INT64_MAX;
   }  // until somebody is short of memory, as torch does

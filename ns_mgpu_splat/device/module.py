@@ -7,6 +7,7 @@ Registered by `ns_mgpu_splat.init()`. Part one is what `torch.cuda` has too, par
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ns_mgpu_splat.device import native, topology
+from ns_mgpu_splat.device.files import load as load
+from ns_mgpu_splat.device.files import save as save
 
 _C = native()
 
@@ -344,29 +347,43 @@ def place(tensor: Tensor, shards: int | Sequence[int] | Tensor) -> Tensor:
     Args:
         tensor: on `mgpu`, of at least 1 MiB or made by `reserve` (smaller ones share their page with others).
         shards: one shard for each page, as `placement` returns; or one for all. -1 is host memory.
-    Returns: the tensor. Raises: ValueError for a wrong count or shard; RuntimeError if it shares its page.
+    Returns: the tensor. Raises: ValueError for a wrong count or shard; TypeError for one that is no whole number;
+        RuntimeError if it shares its page.
     """
-    if isinstance(shards, int):
-        shards = [shards] * placement(tensor).numel()
-    _C.place(tensor, [int(shard) for shard in shards])
+    wanted = _whole_numbers("place", "shard", shards)
+    if isinstance(wanted, int):
+        wanted = [wanted] * placement(tensor).numel()
+    _C.place(tensor, wanted)
     return tensor
 
 
-def _pages(pages: int | Sequence[int] | Tensor | None) -> list[int] | None:
+def _whole_numbers(function: str, what: str, values: Any) -> int | list[int]:
+    """A number or a list of numbers. Raises TypeError for anything that is only close to one, such as 0.5 or 1.0."""
+    plain = values.tolist() if hasattr(values, "tolist") else values  # tensors, arrays
+    try:
+        return [operator.index(value) for value in plain] if isinstance(plain, Sequence) else operator.index(plain)
+    except TypeError:
+        raise TypeError(
+            f"torch.mgpu.{function} got {values!r}, expected one {what} or a list of them, as whole numbers."
+        ) from None
+
+
+def _pages(function: str, pages: int | Sequence[int] | Tensor | None) -> list[int] | None:
     if pages is None:
         return None
-    return [pages] if isinstance(pages, int) else [int(page) for page in pages]
+    chosen = _whole_numbers(function, "page", pages)
+    return [chosen] if isinstance(chosen, int) else chosen
 
 
 def to_host(tensor: Tensor, pages: int | Sequence[int] | Tensor | None = None) -> Tensor:
     """Park pages of a tensor in host memory (`placement` then says -1); None: all of them. Returns the tensor."""
-    _C.to_host(tensor, _pages(pages))
+    _C.to_host(tensor, _pages("to_host", pages))
     return tensor
 
 
 def to_device(tensor: Tensor, pages: int | Sequence[int] | Tensor | None = None) -> Tensor:
     """Bring pages back to the shards that `to_host` took them from; None: all of them. Returns the tensor."""
-    _C.to_device(tensor, _pages(pages))
+    _C.to_device(tensor, _pages("to_device", pages))
     return tensor
 
 

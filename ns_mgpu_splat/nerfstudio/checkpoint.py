@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from ns_mgpu_splat.device import files
+
 if TYPE_CHECKING:
     from nerfstudio.engine.trainer import TrainerConfig
     from nerfstudio.pipelines.base_pipeline import Pipeline
@@ -30,16 +32,20 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be used; `str()` is what the user reads."""
 
 
-def to_host(value: Any) -> Any:
-    """Copy tensors to the host, exactly as large as they are, and numpy scalars to Python ones; recursively."""
+def to_plain(value: Any) -> Any:
+    """Numpy scalars as Python ones, tensors without gradient and no larger than they look; recursively.
+
+    Tensors stay where they are; but a view of a part of a storage, which would be saved with all of it, is copied.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        value = value.detach()
+        return value if value.untyped_storage().nbytes() == value.nbytes else value.to("cpu", copy=True)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return {key: to_host(entry) for key, entry in value.items()}
+        return {key: to_plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_host(entry) for entry in value)
+        return type(value)(to_plain(entry) for entry in value)
     return value
 
 
@@ -58,7 +64,7 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
     """Write `step-<step>.ckpt` atomically.
 
     Args:
-        state: of tensors and plain Python values; moved to the host here.
+        state: of tensors and plain Python values. Tensors on `mgpu` go to the file piece by piece, as CPU tensors.
         folder: of checkpoints; made if absent. Its parent takes the unfinished file.
         keep_others: leave older checkpoints; otherwise they are removed once this one is on disk.
     Raises: CheckpointError if the disk is too small or writing fails; nothing is removed then.
@@ -74,9 +80,8 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
         )
     aside = folder.parent / f".{target.name}.{os.getpid()}"
     try:
-        with aside.open("wb") as file:
-            torch.save(to_host(state), file)
-            file.flush()
+        files.save(to_plain(state), aside, location="cpu")
+        with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.replace(target)
     except (OSError, RuntimeError) as error:  # torch's writer hides a full disk in a RuntimeError
@@ -129,7 +134,7 @@ def find(folder: Path, step: int | None = None) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the host.
+    """Read a checkpoint: its tensors are the file itself, mapped, and go where they are copied to without one on the host.
 
     Raises: CheckpointError for one that is missing, cut short, not a checkpoint or from a newer version. It names an
         older whole one where there is one.
@@ -137,7 +142,7 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"Checkpoint {path} does not exist.")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except MemoryError:
         raise
     except Exception as error:  # bytes that are no checkpoint make the unpickler raise anything

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only GPUs have: memory that moves, streams, CUDA aliases, running out of memory, tensors past 2^31.
+"""What only GPUs have: streams, CUDA aliases, plain CUDA to compare with. Memory: test_memory_gpu.py.
 
 Comparisons with plain CUDA are made with tensors outside any graph, or in another process: once `mgpu` is registered,
 autograd on CUDA tensors is dead in this one.
@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from ns_mgpu_splat.device import native
 pytestmark = pytest.mark.gpu
 
 PAGE = 2 << 20
-MANAGED = os.environ.get("MGPU_MEMORY") == "managed"
 
 
 @pytest.fixture(autouse=True)
@@ -48,165 +46,6 @@ def parts_apart() -> Iterator[None]:
 def on_gpu(x: torch.Tensor) -> torch.Tensor:
     """A copy on plain CUDA."""
     return x.cpu().cuda()
-
-
-# ---- memory
-
-
-def pattern(rows: int, columns: int = 5) -> torch.Tensor:
-    """Values that tell every page from every other."""
-    return torch.arange(rows * columns, dtype=torch.int32, device="mgpu").view(rows, columns)
-
-
-def test_moving_one_page_of_a_large_handle_keeps_all_contents(shards: int) -> None:
-    pages = 80  # more than two handles of 64 MiB
-    x = pattern(pages * PAGE // 20 + 3)
-    want = x.cpu()
-    address = x.data_ptr()
-    for page in (0, 31, 32, 40, 79):
-        torch.mgpu.to_host(x, [page])
-        assert torch.mgpu.placement(x)[page] == -1
-        assert torch.equal(x.cpu(), want)
-    torch.mgpu.to_device(x, [31, 32])
-    torch.mgpu.place(x, [(7 * page) % shards for page in range(torch.mgpu.placement(x).numel())])
-    assert torch.equal(x.cpu(), want)
-    assert x.data_ptr() == address
-
-
-def test_host_pages_are_read_and_written_by_kernels() -> None:
-    x = pattern(4 * PAGE // 20)
-    want = x.cpu()
-    torch.mgpu.to_host(x)
-    x.add_(1)
-    assert torch.equal(x.cpu(), want + 1)
-    torch.mgpu.to_device(x)
-    x.add_(1)
-    assert torch.equal(x.cpu(), want + 2)
-
-
-def test_growth_of_gigabytes_is_quick_and_copies_nothing() -> None:
-    rows, row_bytes = 4 << 20, 256
-    x = torch.mgpu.reserve((rows, row_bytes // 4), 4 * rows)
-    x[:: rows // 64] = 7
-    torch.mgpu.grow(x, rows + 1)  # loads what growth needs
-    torch.mgpu.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    start = time.perf_counter()
-    torch.mgpu.grow(x, rows + rows // 10)
-    torch.mgpu.synchronize()
-    taken = time.perf_counter() - start
-    used = before - torch.cuda.mem_get_info()[0]
-    assert used <= rows // 10 * row_bytes + 2 * PAGE + (64 << 20)
-    assert x[rows:].count_nonzero().item() == 0
-    assert (x[:rows].amax(1) == 7).sum().item() == len(range(0, rows, rows // 64))
-    assert MANAGED or taken < 0.1, f"{taken * 1e3:.1f} ms for 100 MiB"
-
-
-def test_random_cycles_leave_no_byte_on_the_gpu(shards: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-
-    def pick(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    def cycle() -> None:
-        rows = pick(1, 400_000)
-        x = torch.mgpu.reserve((rows, 5), 800_000, torch.int32)
-        x.copy_(pattern(rows))
-        torch.mgpu.grow(x, pick(rows, 800_001))
-        pages = torch.mgpu.placement(x).numel()
-        torch.mgpu.place(x, [pick(-1, shards) for _ in range(pages)])
-        torch.mgpu.to_host(x, [page for page in range(pages) if pick(0, 3) == 0])
-        torch.mgpu.to_device(x, [page for page in range(pages) if pick(0, 3) == 0])
-        assert torch.equal(x[:rows], pattern(rows))
-        assert x[rows:].count_nonzero().item() == 0
-
-    for _ in range(3):
-        cycle()  # loads the kernels
-    torch.mgpu.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    for _ in range(100 if MANAGED else 1000):
-        cycle()
-    torch.mgpu.empty_cache()
-    assert free - torch.cuda.mem_get_info()[0] < 4 * PAGE
-
-
-def test_pages_move_under_a_thread_that_computes(shards: int) -> None:
-    x = torch.ones(16 * PAGE // 4, device="mgpu")
-    stop = threading.Event()
-    sums: list[float] = []
-
-    def compute() -> None:
-        while not stop.is_set():
-            sums.append((x * 1).sum().item())
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        for turn in range(20):
-            torch.mgpu.place(x, [(page + turn) % (shards + 1) - 1 for page in range(16)])
-    finally:
-        stop.set()
-        thread.join(60)
-    assert not thread.is_alive()
-    assert len(sums) > 2
-    assert set(sums) == {16 * PAGE / 4}
-
-
-def test_a_result_of_a_torch_kernel_is_the_lead_shards() -> None:
-    x = torch.randn(1500, 1500, device="mgpu")
-    before = torch.mgpu.memory_allocated()
-    y = x.flip(0)  # has no out= form into which torch could be made to write
-    assert torch.mgpu.memory_allocated() - before == -(-y.nbytes // 512) * 512
-    places = torch.mgpu.placement(y)
-    assert places.numel() >= y.nbytes // PAGE
-    assert places.eq(0).all()
-
-
-# ---- running out
-
-HOPELESS: dict[str, Callable[[torch.Tensor], object]] = {
-    "empty": lambda x: torch.empty(1 << 41, dtype=torch.uint8, device="mgpu"),
-    "zeros": lambda x: torch.zeros(1 << 39, device="mgpu"),
-    "rand": lambda x: torch.rand(1 << 39, device="mgpu"),
-    "to": lambda x: x.expand(1 << 30, -1).contiguous(),
-    "outer sum": lambda x: x.new_ones(1 << 20, 1) + x.new_ones(1, 1 << 20),
-    "matmul": lambda x: x.new_ones(1 << 20, 1) @ x.new_ones(1, 1 << 20),
-    "cat": lambda x: torch.cat([x.expand(1 << 29, -1), x.expand(1 << 29, -1)]),
-    "index_select": lambda x: x.index_select(
-        0, torch.zeros(1, dtype=torch.int64, device="mgpu").expand(1 << 31)
-    ),
-    "repeat": lambda x: x.repeat(1 << 30, 1),
-    "reserve": lambda x: torch.mgpu.reserve((1 << 35, 64), 1 << 35),
-    "resize_": lambda x: torch.empty(0, device="mgpu").resize_(1 << 39),
-    "foreach": lambda x: torch._foreach_add([x.new_ones(1, 1).expand(1 << 20, 1 << 20)], 1.0),
-}
-
-
-@pytest.mark.parametrize("name", HOPELESS)
-def test_out_of_memory_is_one_clear_error_and_the_process_goes_on(name: str) -> None:
-    x = torch.ones(4, 512, device="mgpu")[:1]
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        HOPELESS[name](x)
-    text = str(caught.value)
-    assert "Shards: 0 (cuda:" in text, text
-    assert "GiB free" in text
-    assert "MGPU_DEVICES" in text
-    del caught
-    assert (torch.ones(1000, device="mgpu") * 2).sum().item() == 2000
-
-
-@pytest.mark.skipif(MANAGED, reason="managed memory leaves a spare part of the card to others")
-def test_caches_are_given_back_before_memory_is_said_to_be_short() -> None:
-    gc.collect()
-    torch.mgpu.empty_cache()
-    part = torch.cuda.mem_get_info()[0] // 10 // PAGE * PAGE
-    kept = [torch.empty(part, dtype=torch.uint8, device="mgpu") for _ in range(4)]  # the pool's cache
-    torch_kept = [torch.empty(part, dtype=torch.uint8, device="cuda") for _ in range(3)]  # torch's
-    del kept, torch_kept
-    whole = torch.empty(8 * part, dtype=torch.uint8, device="mgpu")
-    assert whole.numel() == 8 * part
-    del whole
-    torch.mgpu.empty_cache()
 
 
 # ---- streams
@@ -359,24 +198,6 @@ def test_a_fused_adam_step_of_every_shard_is_cudas() -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
-# ---- past 2^31
-
-
-def test_elements_past_two_to_the_31_and_32() -> None:
-    count = (1 << 32) + 12_345
-    if torch.cuda.mem_get_info()[0] < 3 * count:
-        pytest.skip("needs 13 GB of GPU memory")
-    x = torch.zeros(count, dtype=torch.uint8, device="mgpu")
-    for at in (0, (1 << 31) - 1, 1 << 31, (1 << 32) + 5, count - 1):
-        x[at] = 3
-    x.add_(1)
-    assert x.sum(dtype=torch.int64).item() == count + 15
-    assert x[(1 << 32) + 5].item() == 4
-    assert x[1 << 32].item() == 1
-    assert x[(1 << 31) - 2 : (1 << 31) + 2].tolist() == [1, 4, 4, 1]
-    assert torch.mgpu.placement(x).unique().numel() == len(torch.mgpu.mesh().shards)
-
-
 # ---- interop
 
 
@@ -440,17 +261,6 @@ def test_topology() -> None:
             assert mesh.peer_matrix[a][b] == (
                 same or torch.cuda.can_device_access_peer(mesh.shards[a], mesh.shards[b])
             )
-
-
-@pytest.mark.skipif(not MANAGED, reason="run with MGPU_MEMORY=managed")
-def test_managed_tensors_are_plain_for_the_host_and_for_prefetch() -> None:
-    import ctypes
-
-    x = torch.tensor([1.5, 2.0], device="mgpu")
-    y = x @ torch.eye(2, device="mgpu")  # made by a torch kernel
-    torch.mgpu.synchronize()
-    for tensor in (x, y):
-        assert (ctypes.c_float * 2).from_address(tensor.data_ptr())[1] == 2.0
 
 
 # ---- the operator database against plain CUDA, which runs in another process

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ns_mgpu_splat.device import native
+
 PAGE = 2 << 20
 
 
@@ -221,6 +223,36 @@ def test_bad_placements_are_refused(shards_wanted: list[int], error: type[Except
         torch.mgpu.to_host(x, [7])
     with pytest.raises(RuntimeError, match="shared with other small tensors"):
         torch.mgpu.place(torch.empty(3, device="mgpu"), [0])
+
+
+@pytest.mark.parametrize("bad", [0.5, [0.5, 0], [0, None], torch.tensor([0.0, 1.0]), "0", [[0, 0]]])
+def test_what_is_no_whole_number_places_nothing(bad: object) -> None:
+    x = torch.empty(2 * PAGE, dtype=torch.uint8, device="mgpu")
+    before = torch.mgpu.placement(x).tolist()
+    for move in (torch.mgpu.place, torch.mgpu.to_host, torch.mgpu.to_device):
+        with pytest.raises(TypeError, match=f"torch.mgpu.{move.__name__} got .* whole numbers"):
+            move(x, bad)
+    assert torch.mgpu.placement(x).tolist() == before
+    torch.mgpu.place(x, torch.tensor(0))
+    torch.mgpu.place(x, torch.tensor([0, 0], dtype=torch.int16))
+    torch.mgpu.to_host(x, range(2))
+    torch.mgpu.to_device(x, (1,))
+    assert torch.mgpu.placement(x).tolist() == [-1, 0]
+
+
+def test_the_peak_is_that_of_the_sum_and_not_the_sum_of_peaks() -> None:
+    """Tensors and the temporaries of stages count together."""
+    torch.mgpu.reset_peak_memory_stats()
+    start = torch.mgpu.memory_allocated()
+    x = torch.empty(8 * PAGE, dtype=torch.uint8, device="mgpu")
+    del x
+    lead = torch.mgpu.memory_stats()["shards"][0]
+    block = native().Temporary(3 * PAGE + 1, 0)
+    assert torch.mgpu.memory_allocated() - start == 3 * PAGE + 512
+    assert torch.mgpu.memory_stats()["shards"][0]["allocated"] - lead["allocated"] == 3 * PAGE + 512
+    del block
+    assert torch.mgpu.max_memory_allocated() - start == 8 * PAGE
+    assert torch.mgpu.memory_allocated() == start
 
 
 def test_random_cycles_leave_no_byte_behind(shards: int) -> None:

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of any size to a file and back, piece by piece: `torch.mgpu.save` and `torch.mgpu.load`.
+
+`torch.save` copies a storage to the host before it writes it, and `torch.load` reads one whole before it moves it to its
+device. Here the host never holds more than a few pieces. The files are torch's own: either side reads what the other wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import pickle
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+PIECE = 32 << 20  # bytes
+BUFFERS = 4  # pieces under way
+MADV_PAGEOUT = 21  # Linux 5.4; on pages of a file: drop them from this process
+
+_local = threading.local()  # .tag: device that storages on mgpu are said to lie on; .mapped: what is loaded is a mapped file
+
+
+# ---- saving
+
+
+def save(obj: Any, path: str | os.PathLike[str], *, location: str = "mgpu:0") -> None:
+    """Write `obj` as `torch.save` does, without a copy of its tensors in host memory.
+
+    Args:
+        obj: what `torch.save` takes; tensors may lie on `mgpu` or the CPU.
+        path: of the file. It is overwritten in place; whoever needs all or nothing writes aside and renames.
+        location: the device that the file names for tensors on `mgpu`: there `torch.load` puts them by itself. "cpu" makes
+            a file that a process without `mgpu` reads, too.
+    Raises: OSError if the disk is full or the file cannot be written.
+    """
+    path = Path(path)
+    _local.tag = location
+    try:
+        with torch.serialization.skip_data():  # everything but the storages' bytes, for which room is left
+            torch.save(obj, path)
+    finally:
+        _local.tag = None
+    storages = _storages_in_order(obj)
+    with path.open("r+b") as file, zipfile.ZipFile(file) as archive, _Writer(file.fileno()) as writer:
+        records = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
+        checksums = {}
+        for key, storage in enumerate(storages):
+            info = records[f"data/{key}"]
+            if info.file_size != storage.nbytes():
+                raise RuntimeError(
+                    f"{path}: record data/{key} has {info.file_size} bytes and its storage {storage.nbytes()}; this "
+                    f"version of torch ({torch.__version__}) lays files out in another way. Use torch.save."
+                )
+            checksums[info.filename] = writer.write(storage, _data_offset(file, info))
+        if torch.serialization.get_crc32_options():
+            _patch_checksums(file, archive, {name: wait() for name, wait in checksums.items()})
+
+
+def _storages_in_order(obj: Any) -> list[torch.UntypedStorage]:
+    """The storages of `obj` in the order in which torch.save numbers them: that in which a pickler first meets them."""
+    found: dict[int, torch.UntypedStorage] = {}
+
+    class Collector(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if isinstance(value, torch.storage.TypedStorage):
+                value = value._untyped_storage
+            if not torch.is_storage(value):
+                return None
+            found.setdefault(value._cdata, value)
+            return value._cdata
+
+    class Nowhere:
+        def write(self, data: bytes) -> int:
+            return len(data)
+
+    Collector(Nowhere(), protocol=torch.serialization.DEFAULT_PROTOCOL).dump(obj)
+    return list(found.values())
+
+
+class _Writer:
+    """Writes storages to a file while the next piece is read from the device."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self.disk = ThreadPoolExecutor(1)
+        self.sums = ThreadPoolExecutor(1)
+        self.buffers: list[torch.Tensor] = []
+        self.busy: list[list[Future[Any]]] = []
+        self.turn = -1
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.disk.shutdown(cancel_futures=kind is not None)
+        self.sums.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for busy in self.busy:
+                _wait(busy)
+
+    def write(self, storage: torch.UntypedStorage, offset: int) -> Callable[[], int]:
+        """Start writing; the result waits for the checksum."""
+        total = storage.nbytes()
+        checksum: Future[int] = self.sums.submit(int)
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (total,))
+        for begin in range(0, total, PIECE):
+            piece = flat[begin : begin + PIECE]
+            slot = self._free_slot()
+            data, host = self._on_host(slot, piece)
+            checksum = self.sums.submit(_more_checksum, checksum, data)
+            self.busy[slot] = [self.disk.submit(_write_all, self.file, data, offset + begin, host), checksum]
+        return checksum.result
+
+    def _free_slot(self) -> int:
+        if len(self.busy) < BUFFERS:
+            self.busy.append([])
+            return len(self.busy) - 1
+        self.turn = (self.turn + 1) % BUFFERS
+        _wait(self.busy[self.turn])
+        return self.turn
+
+    def _on_host(self, slot: int, piece: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
+        """A piece's bytes, and the tensor whose memory they are: its own, where the host can read it."""
+        if piece.device.type != "cpu" and torch.mgpu.mesh().shards[0].startswith("cpu"):  # type: ignore[attr-defined]
+            piece = torch.mgpu.as_host(piece)  # type: ignore[attr-defined]
+        if piece.device.type == "cpu":
+            return _bytes_of(piece), piece
+        while len(self.buffers) <= slot:
+            self.buffers.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=True))
+        host = self.buffers[slot][: piece.numel()]
+        host.copy_(piece)
+        return _bytes_of(host), host
+
+
+def _wait(futures: list[Future[Any]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 CPU tensor, which must outlive it."""
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def _more_checksum(before: Future[int], data: memoryview) -> int:
+    return zlib.crc32(data, before.result())
+
+
+def _write_all(file: int, data: memoryview, offset: int, _keep: torch.Tensor) -> None:
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _data_offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin: behind its local header, whose length is in the header."""
+    header = os.pread(file.fileno(), 30, info.header_offset)
+    name, extra = struct.unpack("<HH", header[26:30])
+    return info.header_offset + 30 + int(name) + int(extra)
+
+
+def _patch_checksums(file: IO[bytes], archive: zipfile.ZipFile, checksums: dict[str, int]) -> None:
+    """Write CRC-32s into the central directory, and behind the records where they are repeated."""
+    at = archive.start_dir
+    for info in archive.infolist():
+        name, extra, comment = struct.unpack("<HHH", os.pread(file.fileno(), 6, at + 28))
+        if info.filename in checksums:
+            packed = struct.pack("<I", checksums[info.filename])
+            os.pwrite(file.fileno(), packed, at + 16)
+            behind = _data_offset(file, info) + info.file_size
+            if info.flag_bits & 8 and os.pread(file.fileno(), 4, behind) == b"PK\x07\x08":
+                os.pwrite(file.fileno(), packed, behind + 4)
+        at += 46 + name + extra + comment
+
+
+# ---- loading
+
+
+def load(
+    path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True, **options: Any
+) -> Any:
+    """Read a file of `save` or `torch.save`; tensors go to `mgpu` piece by piece, without a copy in host memory.
+
+    Args:
+        path: of the file.
+        map_location, weights_only, options: as for `torch.load`. With `map_location="cpu"`, tensors are the file itself,
+            mapped: read where they are used, and gone wrong if the file is overwritten meanwhile.
+    """
+    with _mapped_file():
+        return torch.load(
+            path, map_location=map_location, weights_only=weights_only, mmap=True, **options
+        )
+
+
+@contextlib.contextmanager
+def _mapped_file() -> Iterator[None]:
+    _local.mapped = True
+    try:
+        yield
+    finally:
+        _local.mapped = False
+
+
+def _tag(storage: Any) -> str | None:
+    """What a file says of storages on mgpu, while `save` has said so."""
+    tag = getattr(_local, "tag", None)
+    return tag if tag and storage.device.type == "mgpu" else None
+
+
+def _to_mgpu(storage: Any, location: str) -> Any:
+    """Storages of a mapped file that shall lie on mgpu: moved in pieces, each of which is let go at once."""
+    if not getattr(_local, "mapped", False) or location not in ("mgpu", "mgpu:0"):
+        return None
+    total = storage.nbytes()
+    out = torch.UntypedStorage(total, device="mgpu")
+    to = torch.empty(0, dtype=torch.uint8, device="mgpu").set_(out, 0, (total,))
+    source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (total,))
+    for begin in range(0, total, PIECE):
+        piece = source[begin : begin + PIECE]
+        to[begin : begin + PIECE].copy_(piece)
+        _let_go(piece)
+    return out
+
+
+def _let_go(piece: torch.Tensor) -> None:
+    """Tell the kernel that these pages of a mapped file are not needed soon. A wish: where it fails, nothing is lost."""
+    page = mmap.PAGESIZE
+    begin = -(-piece.data_ptr() // page) * page
+    end = (piece.data_ptr() + piece.numel()) // page * page
+    if end > begin:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(MADV_PAGEOUT))
+
+
+def register() -> None:
+    """Let torch's serialiser ask `save` and `load`; called once, by init()."""
+    torch.serialization.register_package(15, _tag, _to_mgpu)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large tensors to a file and back, piece by piece. Oracles: torch's own reader and writer, and zipfile's checksums."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ns_mgpu_splat.device import files
+
+ROWS = torch.randn(70_000, 3, generator=torch.Generator().manual_seed(0))
+PICKLE_AND_ID = ("data.pkl", ".data/serialization_id")  # torch.load is asked whether the pickle is right
+
+
+def records(path: Path) -> dict[str, bytes]:
+    """All records of a file by name, but its random id and the pickle; checksums are compared on the way."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        names = {info.filename.split("/", 1)[1]: info.filename for info in archive.infolist()}
+        return {key: archive.read(name) for key, name in names.items() if key not in PICKLE_AND_ID}
+
+
+def some_state() -> dict[str, Any]:
+    """Tensors of all kinds that a state may hold."""
+    x = ROWS.to("mgpu")
+    return {
+        "x": x,
+        "view": x[5:9],
+        "on the host": ROWS[:10].clone(),
+        "parameter": nn.Parameter(torch.ones(4, device="mgpu")),
+        "empty": torch.empty(0, 3, device="mgpu"),
+        "half": ROWS.half().to("mgpu"),
+        "nested": [(torch.arange(5, device="mgpu"), 1.5, "text")],
+    }
+
+
+@pytest.mark.parametrize("piece", [1000, files.PIECE])
+def test_files_are_torchs_own(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", piece)
+    state = some_state()
+    (tmp_path / "a").mkdir()
+    torch.mgpu.save(state, tmp_path / "a" / "x.pt")
+    (tmp_path / "b").mkdir()
+    torch.save(state, tmp_path / "b" / "x.pt")
+    assert records(tmp_path / "a" / "x.pt") == records(tmp_path / "b" / "x.pt")
+    for path, read in ((tmp_path / "a" / "x.pt", torch.load), (tmp_path / "b" / "x.pt", torch.mgpu.load)):
+        loaded = read(path)
+        assert loaded["x"].device.type == "mgpu"
+        assert loaded["on the host"].device.type == "cpu"
+        assert torch.equal(loaded["x"].cpu(), ROWS)
+        assert torch.equal(loaded["half"].cpu(), ROWS.half())
+        assert loaded["nested"][0][0].tolist() == [0, 1, 2, 3, 4]
+        assert isinstance(loaded["parameter"], nn.Parameter)
+        loaded["x"].zero_()
+        assert not loaded["view"].any(), "a view shares its storage"
+
+
+def test_a_file_for_the_cpu_is_read_without_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.mgpu.save({"x": ROWS.to("mgpu")}, path, location="cpu")
+    code = f"import torch; x = torch.load({str(path)!r})['x']; print(x.device.type, float(x.double().sum()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kind, total = done.stdout.split()
+    assert kind == "cpu"
+    assert float(total) == float(ROWS.double().sum())
+    assert torch.equal(torch.mgpu.load(path, map_location="mgpu")["x"].cpu(), ROWS)
+    assert torch.equal(torch.mgpu.load(path, map_location="cpu")["x"], ROWS)
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        torch.mgpu.save({"x": ROWS.to("mgpu")}, tmp_path / "x.pt")
+
+
+def risen(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What `run` returns, and by how many MiB this process's own memory rose at most."""
+
+    def anonymous() -> float:
+        line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("RssAnon"))
+        return int(line.split()[1]) / 1024
+
+    stop, before = threading.Event(), anonymous()
+    most = [before]
+
+    def watch() -> None:
+        while not stop.wait(0.001):
+            most[0] = max(most[0], anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        return run(), most[0] - before
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_host_holds_no_copy(tmp_path: Path) -> None:
+    mebibytes = 600
+    on_host = torch.mgpu.mesh().shards[0].startswith("cpu")
+    torch.mgpu.save(torch.ones(files.PIECE // 2, device="mgpu"), tmp_path / "warm.pt")
+    torch.mgpu.load(tmp_path / "warm.pt")
+    x = torch.arange(mebibytes << 18, dtype=torch.int32, device="mgpu")
+    _, more = risen(lambda: torch.mgpu.save(x, tmp_path / "x.pt"))
+    assert more < 250
+    loaded, more = risen(lambda: torch.mgpu.load(tmp_path / "x.pt"))
+    assert more < 250 + (mebibytes if on_host else 0)
+    assert torch.equal(loaded, x)
