@@ -82,19 +82,18 @@ class Heap {
   // Throws OutOfMemory; some memory may have come then, all of it free.
   void grow(int64_t bytes) {
     for (const Piece hole : std::vector<Piece>(holes_)) {
-      int64_t missing = bytes;
-      for (const Piece& piece : free_)
-        if (piece.end() == hole.begin) missing -= piece.bytes;
-      missing = std::min(hole.bytes, round_up(std::max(missing, kLeastGrowth), kPageBytes));
-      if (missing + hole_neighbour(hole) < bytes) continue;
-      for (int64_t done = 0; done < missing;) {
-        const int64_t piece = std::min(vmm::kHandleBytes, missing - done);
+      const int64_t before = free_bytes_before(hole.begin);
+      const int64_t more = round_up(std::max(bytes - before, kLeastGrowth), kPageBytes);
+      if (more > hole.bytes) continue;
+      for (int64_t done = 0; done < more;) {
+        const int64_t piece = std::min(vmm::kHandleBytes, more - done);
         fill(hole.begin + done, piece);
         done += piece;
       }
       return;
     }
-    throw OutOfMemory("mgpu has no addresses left for temporaries on cuda:" + std::to_string(gpu_) + ".");
+    throw OutOfMemory("mgpu could not get " + std::to_string(bytes >> 20) +
+                      " MiB of temporaries on cuda:" + std::to_string(gpu_) + ".");
   }
 
   // Give handles of which nothing is in use back to the driver. Nobody may be using them any more: the stream
@@ -116,9 +115,10 @@ class Heap {
   }
 
  private:
-  int64_t hole_neighbour(const Piece& hole) const {
+  // Of the free piece that ends at an address.
+  int64_t free_bytes_before(const char* at) const {
     for (const Piece& piece : free_)
-      if (piece.end() == hole.begin) return piece.bytes;
+      if (piece.end() == at) return piece.bytes;
     return 0;
   }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // host_spare_cuda.h: host memory for pages, kept ready. The driver makes it at 4.7 GB/s, however many threads
 // ask (H200, driver 580), which is a tenth of the speed of the copy into it. So some is made ahead, by a
-// thread of its own, and what pages leave is kept for others, both up to a bound.
+// thread of its own, and what pages leave is kept for others, both up to a bound; all of it goes back with
+// empty_cache(), or when the host is short of memory.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -19,7 +20,7 @@ class HostSpare {
  public:
   HostSpare();
 
-  // Have the bound's worth made ahead; returns at once.
+  // Have the bound's worth made ahead; returns at once. Whatever is there already counts.
   void fill_ahead();
 
   // A handle of this size: a kept one, or a new one. Throws OutOfMemory.

@@ -53,7 +53,7 @@ void refuse_hopeless(int64_t pages, int gpu) {
 
 class VmmProvider final : public PageProvider {
  public:
-  VmmProvider() { host_.fill_ahead(); }
+  VmmProvider() { host_.fill_ahead(); }  // there is time for it before the first page moves
 
   void* reserve(int64_t pages) override {
     char* const base = vmm::reserve(bytes_of(pages));
@@ -76,6 +76,7 @@ class VmmProvider final : public PageProvider {
     std::lock_guard<std::mutex> lock(mutex_);
     const int gpu = gpu_of_place(place);
     if (pages >= kManyPages && gpu >= 0) refuse_hopeless(pages, gpu);
+    if (pages >= kHandlePages) host_.fill_ahead();  // again, after trim(): these may go to the host
     char* const begin = static_cast<char*>(at);
     int64_t done = 0;
     try {
