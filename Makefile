@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed-$(shell printf '%s' "$(CURDIR) $$(cksum < pyproject
 
 export MGPU_TEST_DATA ?= $(abspath ../shared/data)
 
-.PHONY: help demo test test-slow bench lint format build test-gpu bench-gpu clean
+.PHONY: help demo test test-slow bench lint format build test-gpu bench-gpu sanitize clean
 
 help:
 	@echo "make demo       make a small city, train on it, evaluate, export: about 10 minutes on 2 cores"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint       ruff, mypy, clang-format, SPDX lines"
 	@echo "make build      compile the native module ahead of the first use"
 	@echo "make test-gpu   tests marked gpu, with \$$PYTHON, nothing installed"
+	@echo "make sanitize   memcheck and racecheck of the stages and of the tests marked sanitize, on a GPU"
 	@echo "make bench-gpu  benchmarks on the GPU, with \$$PYTHON, nothing installed"
 
 $(STAMP): pyproject.toml
@@ -61,6 +62,9 @@ test-gpu:
 
 bench-gpu:
 	$(PYTHON) benchmarks/run_all.py --gpu
+
+sanitize:
+	PYTHON="$(PYTHON)" bash tests/sanitize.sh
 
 clean:
 	rm -rf $(DEMO) .bench build dist .pytest_cache .ruff_cache .mypy_cache

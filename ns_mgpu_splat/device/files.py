@@ -27,7 +27,8 @@ PIECE = 32 << 20  # bytes
 BUFFERS = 4  # pieces under way
 MADV_PAGEOUT = 21  # Linux 5.4; on pages of a file: drop them from this process
 
-_local = threading.local()  # .tag: device that storages on mgpu are said to lie on; .mapped: what is loaded is a mapped file
+# .tag: the device that storages on mgpu are said to lie on; .mapped: what is loaded is a mapped file
+_local = threading.local()
 
 
 # ---- saving
@@ -72,12 +73,11 @@ def _storages_in_order(obj: Any) -> list[torch.UntypedStorage]:
 
     class Collector(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
-            if isinstance(value, torch.storage.TypedStorage):
-                value = value._untyped_storage
-            if not torch.is_storage(value):
+            storage = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
+            if not isinstance(storage, torch.UntypedStorage):
                 return None
-            found.setdefault(value._cdata, value)
-            return value._cdata
+            found.setdefault(storage._cdata, storage)
+            return storage._cdata
 
     class Nowhere:
         def write(self, data: bytes) -> int:
@@ -112,7 +112,7 @@ class _Writer:
         """Start writing; the result waits for the checksum."""
         total = storage.nbytes()
         checksum: Future[int] = self.sums.submit(int)
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (total,))
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (total,), (1,))
         for begin in range(0, total, PIECE):
             piece = flat[begin : begin + PIECE]
             slot = self._free_slot()
@@ -197,9 +197,7 @@ def load(
             mapped: read where they are used, and gone wrong if the file is overwritten meanwhile.
     """
     with _mapped_file():
-        return torch.load(
-            path, map_location=map_location, weights_only=weights_only, mmap=True, **options
-        )
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True, **options)
 
 
 @contextlib.contextmanager
@@ -223,8 +221,8 @@ def _to_mgpu(storage: Any, location: str) -> Any:
         return None
     total = storage.nbytes()
     out = torch.UntypedStorage(total, device="mgpu")
-    to = torch.empty(0, dtype=torch.uint8, device="mgpu").set_(out, 0, (total,))
-    source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (total,))
+    to = torch.empty(0, dtype=torch.uint8, device="mgpu").set_(out, 0, (total,), (1,))
+    source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (total,), (1,))
     for begin in range(0, total, PIECE):
         piece = source[begin : begin + PIECE]
         to[begin : begin + PIECE].copy_(piece)
@@ -238,7 +236,9 @@ def _let_go(piece: torch.Tensor) -> None:
     begin = -(-piece.data_ptr() // page) * page
     end = (piece.data_ptr() + piece.numel()) // page * page
     if end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(MADV_PAGEOUT))
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(MADV_PAGEOUT)
+        )
 
 
 def register() -> None:

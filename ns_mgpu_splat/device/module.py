@@ -361,7 +361,11 @@ def _whole_numbers(function: str, what: str, values: Any) -> int | list[int]:
     """A number or a list of numbers. Raises TypeError for anything that is only close to one, such as 0.5 or 1.0."""
     plain = values.tolist() if hasattr(values, "tolist") else values  # tensors, arrays
     try:
-        return [operator.index(value) for value in plain] if isinstance(plain, Sequence) else operator.index(plain)
+        return (
+            [operator.index(value) for value in plain]
+            if isinstance(plain, Sequence)
+            else operator.index(plain)
+        )
     except TypeError:
         raise TypeError(
             f"torch.mgpu.{function} got {values!r}, expected one {what} or a list of them, as whole numbers."

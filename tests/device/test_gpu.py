@@ -80,6 +80,7 @@ def test_memory_used_on_a_side_stream_is_not_reused_too_early() -> None:
         assert (y == 4).all()
 
 
+@pytest.mark.sanitize
 def test_events_order_streams() -> None:
     side, event = torch.Stream(device="mgpu"), torch.Event(device="mgpu")
     x = torch.zeros(1 << 20, device="mgpu")
@@ -92,6 +93,7 @@ def test_events_order_streams() -> None:
     assert x.sum().item() == 1 << 20
 
 
+@pytest.mark.sanitize
 def test_backward_on_a_side_stream() -> None:
     x = torch.arange(100.0, device="mgpu").requires_grad_()
     stream = torch.Stream(device="mgpu")
@@ -201,6 +203,7 @@ def test_a_fused_adam_step_of_every_shard_is_cudas() -> None:
 # ---- interop
 
 
+@pytest.mark.sanitize
 def test_cuda_aliases_share_memory_both_ways() -> None:
     x = torch.zeros(5, 3, device="mgpu", requires_grad=True)
     y = torch.mgpu.as_cuda(x[1:])

@@ -232,6 +232,7 @@ def test_nothing_visible_gives_zero_gradients() -> None:
     assert not viewmat.grad.any()
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("rows", [1, 2])
 def test_fewer_rows_than_shards(rows: int) -> None:
     columns = scenes.random_columns(rows, 0)
@@ -244,6 +245,7 @@ def test_fewer_rows_than_shards(rows: int) -> None:
     scenes.assert_image_close(image.rgb, rgb)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (17, 1)])
 def test_images_smaller_than_a_tile(size: tuple[int, int]) -> None:
     columns = scenes.random_columns(100, 1)
