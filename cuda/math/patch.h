@@ -11,15 +11,48 @@ constexpr int kPatchX = 8, kPatchY = 4;  // pixels
 constexpr int kPatchesAcross = kTileSize / kPatchX, kPatchesDown = kTileSize / kPatchY;
 constexpr int kTilePatches = kPatchesAcross * kPatchesDown;  // patch = row * 2 + column
 
-// A record as its pixels see it: alpha = opacity 2^(dx (a dx + b dy) + c dy^2).
+// A record's exponent, to the base of 2: alpha = opacity 2^(dx (a dx + b dy) + c dy^2), capped.
 struct Falloff {
-  float x, y, a, b, c, opacity;
+  float a, b, c;
 };
 
-HOST_DEVICE inline Falloff make_falloff(const float mean2d[2], const float conic[3], float opacity) {
+HOST_DEVICE inline Falloff make_falloff(const float conic[3]) {
   constexpr float kLog2e = 1.44269504088896341f;
-  return {mean2d[0], mean2d[1], -0.5f * kLog2e * conic[0], -kLog2e * conic[1], -0.5f * kLog2e * conic[2],
-          opacity};
+  return {-0.5f * kLog2e * conic[0], -kLog2e * conic[1], -0.5f * kLog2e * conic[2]};
+}
+
+// The same the other way round; off by 2 roundings.
+HOST_DEVICE inline void conic_of(const Falloff& g, float conic[3]) {
+  constexpr float kLn2 = 0.693147180559945309f;
+  conic[0] = -2.f * kLn2 * g.a;
+  conic[1] = -kLn2 * g.b;
+  conic[2] = -2.f * kLn2 * g.c;
+}
+
+// One instruction each on the GPU; of a NaN and a number they give the number there.
+HOST_DEVICE inline float smaller(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fminf(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+HOST_DEVICE inline float larger(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+// Root of x, or of 0 where it is negative; below 1e-38 it may be 0.
+HOST_DEVICE inline float root_or_zero(float x) {
+#if defined(__CUDA_ARCH__)
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(larger(x, 0.f)));
+  return root;
+#else
+  return std::sqrt(larger(x, 0.f));
+#endif
 }
 
 HOST_DEVICE inline float quick_exp2(float x) {
@@ -32,10 +65,23 @@ HOST_DEVICE inline float quick_exp2(float x) {
 #endif
 }
 
-// Not capped. Every rounding is spelled out: forward and backward must agree to the bit.
-HOST_DEVICE inline float uncapped_alpha(const Falloff& g, float dx, float dy) {
-  const float power = mul_add(mul_add(g.a, dx, g.b * dy), dx, g.c * dy * dy);
-  return g.opacity * quick_exp2(power < 0.f ? power : 0.f);
+// A record on one column of pixels: what of alpha does not depend on the row.
+struct AlphaColumn {
+  float mean_y, square, slope, c, opacity;
+  float cap;  // the smaller of opacity (roundings of a thin ellipse may give more) and kAlphaMax
+};
+
+HOST_DEVICE inline AlphaColumn alpha_column(const Falloff& g, float mean_x, float mean_y, float opacity,
+                                            float x) {
+  const float dx = x - mean_x;
+  return {mean_y, g.a * dx * dx, g.b * dx, g.c, opacity, smaller(opacity, kAlphaMax)};
+}
+
+// Every rounding is spelled out: forward and backward must agree to the bit.
+HOST_DEVICE inline float alpha_at(const AlphaColumn& column, float y) {
+  const float dy = y - column.mean_y;
+  const float power = mul_add(mul_add(column.c, dy, column.slope), dy, column.square);
+  return smaller(column.opacity * quick_exp2(power), column.cap);
 }
 
 // A pixel while it is blended. A record contributes only if its alpha reaches `least`: kAlphaMin, and kNever
@@ -46,32 +92,29 @@ struct PatchPixel {
 constexpr float kNever = 2.f;
 
 struct PatchStep {
-  float alpha;    // 0 if the record does not contribute
-  float passing;  // 1 - its capped alpha
-  float before;   // the transmittance that it met
+  float weight;  // alpha T, as what the transmittance loses
+  bool contributes;
 };
 
 // One step front to back; moves the pixel past the record.
-HOST_DEVICE inline PatchStep patch_step(float raw_alpha, PatchPixel& pixel) {
-  const float alpha = raw_alpha < kAlphaMax ? raw_alpha : kAlphaMax;
-  const float passing = 1.f - alpha, before = pixel.transmittance, next = before * passing;
-  const bool hit = raw_alpha >= pixel.least, lights = next > kTransmittanceMin;
-  pixel.least = hit && !lights ? kNever : pixel.least;
-  pixel.transmittance = hit && lights ? next : before;
-  return {hit && lights ? alpha : 0.f, passing, before};
+HOST_DEVICE inline PatchStep patch_step(float alpha, PatchPixel& pixel) {
+  const float before = pixel.transmittance, next = before * (1.f - alpha);
+  const bool hit = alpha >= pixel.least, contributes = hit && next > kTransmittanceMin;
+  pixel.least = hit && !contributes ? kNever : pixel.least;
+  pixel.transmittance = contributes ? next : before;
+  return {before - pixel.transmittance, contributes};
 }
 
-// Adjoint of a step. `behind`: dL of all that the light meets from the record on, background and accumulation
-// included; moved past the record. colour_dot: rgb . dL_drgb + depth dL_ddepth. Returns dL_dsigma and sets
-// weight = alpha T; both 0 if the record does not contribute. What lies behind is found by subtracting, so
-// nothing is divided out of T.
-HOST_DEVICE inline float patch_step_backward(float raw_alpha, const PatchStep& step, float colour_dot,
-                                             float& behind, float& weight) {
-  weight = step.alpha * step.before;
+// Adjoint of a step that gave `weight` and left `transmittance`. `behind`: dL of all that the light meets
+// from the record on, background and accumulation included; moved past the record. colour_dot: rgb . dL_drgb
+// + depth dL_ddepth. Returns dL_dsigma, 0 if the record does not contribute. What lies behind is found by
+// subtracting, so it is never divided by a small T.
+HOST_DEVICE inline float patch_step_backward(float alpha, float weight, float transmittance, float colour_dot,
+                                             float& behind) {
   const float lit = weight * colour_dot;
   behind -= lit;
-  const float dL_dsigma = mul_add(step.alpha * quick_inverse(step.passing), behind, -lit);
-  return raw_alpha < kAlphaMax ? dL_dsigma : 0.f;
+  const float odds = weight * quick_inverse(transmittance);  // alpha / (1 - alpha)
+  return alpha < kAlphaMax ? mul_add(odds, behind, -lit) : 0.f;
 }
 
 // Bit p is set if the record's ellipse (where alpha can reach 1/255; half_extent: of its box, rounded
@@ -85,8 +128,7 @@ HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic
   constexpr float kMargin = 0.01f;
   const float half_width = half_extent[0], half_height = half_extent[1];
   const float slope = -conic[1] * quick_inverse(conic[0]), lean = -conic[1] * quick_inverse(conic[2]);
-  const float square = 1.f - slope * lean;
-  const float width = half_width * quick_sqrt(square > 0.f ? square : 0.f);
+  const float width = half_width * root_or_zero(1.f - slope * lean);
   const float margin = mul_add(1e-3f, half_width, kMargin);  // 1 - b^2/ac is off by 2e-7, its root by 5e-4
   const float most = mul_add(1e-6f, half_width, half_width + kMargin);
   const float extreme = lean * half_width;
@@ -97,14 +139,13 @@ HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic
 #pragma unroll
   for (int row = 0; row < kPatchesDown; ++row) {
     const float top = top_edge + static_cast<float>(row * kPatchY), bottom = top + (kPatchY - 1);
-    const float dy_right = extreme < top ? top : extreme > bottom ? bottom : extreme;
-    const float dy_left = -extreme < top ? top : -extreme > bottom ? bottom : -extreme;
+    const float dy_right = smaller(larger(extreme, top), bottom),
+                dy_left = smaller(larger(-extreme, top), bottom);
     const float up = dy_right * inverse_height, down = dy_left * inverse_height;
-    const float right2 = 1.f - up * up, left2 = 1.f - down * down;
-    float right = mul_add(slope, dy_right, mul_add(width, quick_sqrt(right2 > 0.f ? right2 : 0.f), margin));
-    float left = mul_add(slope, dy_left, -mul_add(width, quick_sqrt(left2 > 0.f ? left2 : 0.f), margin));
-    right = right < most ? right : most;
-    left = left > -most ? left : -most;
+    const float right =
+        smaller(most, mul_add(slope, dy_right, mul_add(width, root_or_zero(mul_add(-up, up, 1.f)), margin)));
+    const float left = larger(
+        -most, mul_add(slope, dy_left, -mul_add(width, root_or_zero(mul_add(-down, down, 1.f)), margin)));
     const bool rows = top <= half_height + kMargin && bottom >= -half_height - kMargin;
 #pragma unroll
     for (int column = 0; column < kPatchesAcross; ++column) {
