@@ -29,7 +29,7 @@ struct Projected {
   uint16_t tile_rect[4];
 };
 
-HOST_DEVICE inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+HOST_DEVICE inline float sigmoid(float x) { return quick_inverse(1.f + std::exp(-x)); }
 
 // Terms that the forward pass and its adjoint share.
 struct ProjectionTerms {
@@ -53,13 +53,13 @@ HOST_DEVICE inline bool projection_terms(const View& view, const float mean[3], 
 
   const float norm2 = quat[0] * quat[0] + quat[1] * quat[1] + quat[2] * quat[2] + quat[3] * quat[3];
   if (!(norm2 > kMinQuatNorm2 && norm2 < kHuge)) return false;
-  p.inverse_norm = 1.f / std::sqrt(norm2);
+  p.inverse_norm = quick_inverse_sqrt(norm2);
   for (int i = 0; i < 4; ++i) p.unit_quat[i] = quat[i] * p.inverse_norm;
   rotation_from_unit_quat(p.unit_quat, p.rotation);
   if (!(std::fabs(log_scale[0]) + std::fabs(log_scale[1]) + std::fabs(log_scale[2]) < kHuge)) return false;
   for (int i = 0; i < 3; ++i) p.scale[i] = std::exp(log_scale[i]);
 
-  p.inverse_z = 1.f / z;
+  p.inverse_z = quick_inverse(z);
   const float u = x * p.inverse_z, v = y * p.inverse_z;
   p.u_free = u >= view.x_over_z_min && u <= view.x_over_z_max;
   p.v_free = v >= view.y_over_z_min && v <= view.y_over_z_max;
@@ -96,10 +96,10 @@ HOST_DEVICE inline float antialias_compensation(const ProjectionTerms& p) {
 }
 
 // Project one Gaussian. False if no pixel centre of the image can get alpha >= 1/255, or anything is not
-// finite.
+// finite. `ellipse` is where its alpha can reach 1/255.
 HOST_DEVICE inline bool project_gaussian(const View& view, const float mean[3], const float quat[4],
                                          const float log_scale[3], float opacity_logit, bool antialiased,
-                                         Projected& out) {
+                                         Projected& out, TileEllipse& ellipse) {
   ProjectionTerms p;
   if (!projection_terms(view, mean, quat, log_scale, p)) return false;
   out.opacity = sigmoid(opacity_logit) * (antialiased ? antialias_compensation(p) : 1.f);
@@ -107,13 +107,19 @@ HOST_DEVICE inline bool project_gaussian(const View& view, const float mean[3], 
   out.depth = p.mean_camera[2];
   out.mean2d[0] = view.fx * p.mean_camera[0] * p.inverse_z + view.cx;
   out.mean2d[1] = view.fy * p.mean_camera[1] * p.inverse_z + view.cy;
-  const float inverse_det = 1.f / p.dilated_det;
+  const float inverse_det = quick_inverse(p.dilated_det);
   out.conic[0] = (p.cov_yy + kDilation) * inverse_det;
   out.conic[1] = -p.cov_xy * inverse_det;
   out.conic[2] = (p.cov_xx + kDilation) * inverse_det;
-  TileEllipse ellipse;
   if (!make_tile_ellipse(out.mean2d, out.conic, out.opacity, ellipse)) return false;
   return tile_rect_of(ellipse, view, out.tile_rect);
+}
+
+HOST_DEVICE inline bool project_gaussian(const View& view, const float mean[3], const float quat[4],
+                                         const float log_scale[3], float opacity_logit, bool antialiased,
+                                         Projected& out) {
+  TileEllipse ellipse;
+  return project_gaussian(view, mean, quat, log_scale, opacity_logit, antialiased, out, ellipse);
 }
 
 // Adjoint of project_gaussian at a visible Gaussian: adds to the dL_d... of mean, quat, log_scale, logit and
@@ -124,7 +130,7 @@ HOST_DEVICE inline void project_gaussian_backward(
     float dL_dmean[3], float dL_dquat[4], float dL_dlog_scale[3], float& dL_dlogit, float dL_dviewmat[12]) {
   ProjectionTerms p;
   if (!projection_terms(view, mean, quat, log_scale, p)) return;
-  const float inverse_det = 1.f / p.dilated_det;
+  const float inverse_det = quick_inverse(p.dilated_det);
   const float a = (p.cov_yy + kDilation) * inverse_det;
   const float b = -p.cov_xy * inverse_det;
   const float c = (p.cov_xx + kDilation) * inverse_det;

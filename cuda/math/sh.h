@@ -64,7 +64,7 @@ HOST_DEVICE inline void sh_basis_backward(int degree, float x, float y, float z,
 // Unit direction and 1 / length of `direction`; a zero direction gives zeros.
 HOST_DEVICE inline float normalize3(const float direction[3], float unit[3]) {
   const float norm2 = dot3(direction, direction);
-  const float inverse = norm2 > 0.f ? 1.f / std::sqrt(norm2) : 0.f;
+  const float inverse = norm2 > 0.f ? quick_inverse_sqrt(norm2) : 0.f;
   for (int i = 0; i < 3; ++i) unit[i] = direction[i] * inverse;
   return inverse;
 }

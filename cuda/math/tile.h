@@ -120,46 +120,57 @@ HOST_DEVICE inline void moments_to_gradient(const SigmaMoments& m, const float c
   dL_dopacity = -quick_divide(m.one, opacity);
 }
 
-// The ellipse where alpha can reach 1/255, grown by what rounding in uncapped_alpha may add.
+// The ellipse where alpha can reach 1/255, grown by what rounding in uncapped_alpha may add. At height dy
+// above its centre it spans slope dy -+ sqrt(chord - bend dy^2) around x.
 struct TileEllipse {
-  double x, y, a, b, c, det, k;
+  double x, y, slope, chord, bend;
+  double extreme;                  // dy of its rightmost point; the leftmost one lies opposite
   double half_width, half_height;  // of its bounding box, px
 };
 
 // False if it is empty or not finite. In double: products of floats are exact there, so det has no
-// cancellation.
+// cancellation. Roots and the logarithm are taken in float: k is grown by ten times their roundings.
 HOST_DEVICE inline bool make_tile_ellipse(const float mean2d[2], const float conic[3], float opacity,
                                           TileEllipse& out) {
-  out.x = mean2d[0];
-  out.y = mean2d[1];
-  out.a = conic[0];
-  out.b = conic[1];
-  out.c = conic[2];
-  out.det = out.a * out.c - out.b * out.b;
-  const double k = 2.0 * std::log(255.0 * static_cast<double>(opacity));
+  const double a = conic[0], b = conic[1], c = conic[2], ac = a * c, det = ac - b * b;
+  const double log_k = 2.f * std::log(255.f * opacity);
   // thinner than 1 : 3000 (in 4K a splat across the image and under a pixel wide): floats cannot hold its
   // conic
-  if (!(out.det > 1e-7 * out.a * out.c && k > -1e-6)) return false;
+  if (!(det > 1e-7 * ac && log_k > -1e-6)) return false;
+  const double inverse = 1.0 / (ac * det);  // one division for all three
+  const double inverse_det = ac * inverse, inverse_a = c * det * inverse, inverse_c = a * det * inverse;
   // sigma of a pixel is off by at most 16 roundings of its terms, which cancel to 1 part in ac / det
-  out.k = (k > 0 ? k : 0) * (1.0 + 32.0 * kFloatEpsilon * out.a * out.c / out.det) + 1e-5;
-  const double scale = out.k / out.det;
-  out.half_width = std::sqrt(scale * out.c);
-  out.half_height = std::sqrt(scale * out.a);
-  return out.half_width < 1e9 && out.half_height < 1e9 && std::fabs(out.x) < 1e9 && std::fabs(out.y) < 1e9;
+  const double k = (log_k > 0 ? log_k : 0) * (1.0 + 32.0 * kFloatEpsilon * ac * inverse_det) + 1e-5;
+  out.x = mean2d[0];
+  out.y = mean2d[1];
+  out.slope = -b * inverse_a;
+  out.chord = k * inverse_a;
+  out.bend = det * inverse_a * inverse_a;
+  out.half_width = std::sqrt(static_cast<float>(k * inverse_det * c));
+  out.half_height = std::sqrt(static_cast<float>(k * inverse_det * a));
+  out.extreme = -b * inverse_c * out.half_width;
+  return out.half_width < 1e9 && out.half_height < 1e9 && std::fabs(mean2d[0]) < 1e9f &&
+         std::fabs(mean2d[1]) < 1e9f;
 }
 
 // Tiles that hold a pixel centre inside the ellipse's bounding box: x0, y0, x1, y1 (exclusive). False if
-// there are none.
+// there are none. Coordinates are within 2e9, so they fit in an int.
 HOST_DEVICE inline bool tile_rect_of(const TileEllipse& e, const View& view, uint16_t rect[4]) {
-  const double x0 = std::fmax(std::ceil(e.x - e.half_width - 0.5), 0.0);
-  const double x1 = std::fmin(std::floor(e.x + e.half_width - 0.5), view.width - 1.0);
-  const double y0 = std::fmax(std::ceil(e.y - e.half_height - 0.5), 0.0);
-  const double y1 = std::fmin(std::floor(e.y + e.half_height - 0.5), view.height - 1.0);
-  if (!(x0 <= x1 && y0 <= y1)) return false;
-  rect[0] = static_cast<uint16_t>(static_cast<int>(x0) / kTileSize);
-  rect[1] = static_cast<uint16_t>(static_cast<int>(y0) / kTileSize);
-  rect[2] = static_cast<uint16_t>(static_cast<int>(x1) / kTileSize + 1);
-  rect[3] = static_cast<uint16_t>(static_cast<int>(y1) / kTileSize + 1);
+  const auto first = [](double x) {
+    const int pixel = static_cast<int>(std::ceil(x - 0.5));
+    return pixel > 0 ? pixel : 0;
+  };
+  const auto last = [](double x, int size) {
+    const int pixel = static_cast<int>(std::floor(x - 0.5));
+    return pixel < size - 1 ? pixel : size - 1;
+  };
+  const int x0 = first(e.x - e.half_width), x1 = last(e.x + e.half_width, view.width);
+  const int y0 = first(e.y - e.half_height), y1 = last(e.y + e.half_height, view.height);
+  if (x0 > x1 || y0 > y1) return false;
+  rect[0] = static_cast<uint16_t>(x0 / kTileSize);
+  rect[1] = static_cast<uint16_t>(y0 / kTileSize);
+  rect[2] = static_cast<uint16_t>(x1 / kTileSize + 1);
+  rect[3] = static_cast<uint16_t>(y1 / kTileSize + 1);
   return true;
 }
 
@@ -175,20 +186,19 @@ HOST_DEVICE inline TileSpan tile_span_of(const TileEllipse& e, const View& view,
   const int last_row = tile_y * kTileSize + kTileSize - 1;
   const double top = tile_y * kTileSize + 0.5 - e.y;
   const double bottom = (last_row < view.height ? last_row : view.height - 1) + 0.5 - e.y;
-  // the ellipse's rightmost point is at dy = -b / c half_width, its leftmost one at the opposite
-  const double extreme = -e.b / e.c * e.half_width;
-  const double dy_right = std::fmin(std::fmax(extreme, top), bottom);
-  const double dy_left = std::fmin(std::fmax(-extreme, top), bottom);
-  const double right2 = e.k * e.a - e.det * dy_right * dy_right;
-  const double left2 = e.k * e.a - e.det * dy_left * dy_left;
+  const auto into_row = [top, bottom](double dy) { return dy < top ? top : dy > bottom ? bottom : dy; };
+  const double dy_right = into_row(e.extreme), dy_left = into_row(-e.extreme);
+  const double right2 = e.chord - e.bend * dy_right * dy_right;
+  const double left2 = e.chord - e.bend * dy_left * dy_left;
   if (!(right2 >= 0.0 && left2 >= 0.0)) return {0, 0};
-  const double right = e.x + (-e.b * dy_right + std::sqrt(right2)) / e.a;
-  const double left = e.x + (-e.b * dy_left - std::sqrt(left2)) / e.a;
-  const double first = std::fmax(std::ceil(left - 0.5), rect[0] * static_cast<double>(kTileSize));
-  const double last = std::fmin(std::floor(right - 0.5), rect[2] * static_cast<double>(kTileSize) - 1.0);
-  if (!(first <= last)) return {0, 0};
-  const TileSpan span{static_cast<int>(first) / kTileSize, static_cast<int>(last) / kTileSize + 1};
-  return span;
+  const double right = e.x + e.slope * dy_right + std::sqrt(static_cast<float>(right2));
+  const double left = e.x + e.slope * dy_left - std::sqrt(static_cast<float>(left2));
+  // both lie within 2e9, as the ellipse's bounding box does
+  const int leftmost = static_cast<int>(std::ceil(left - 0.5)), least = rect[0] * kTileSize;
+  const int rightmost = static_cast<int>(std::floor(right - 0.5)), most = rect[2] * kTileSize - 1;
+  const int first = leftmost > least ? leftmost : least, last = rightmost < most ? rightmost : most;
+  if (first > last) return {0, 0};
+  return {first / kTileSize, last / kTileSize + 1};
 }
 
 }  // namespace mgpu::math

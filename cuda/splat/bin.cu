@@ -1,218 +1,373 @@
 // SPDX-License-Identifier: Apache-2.0
-// bin.cu: records by depth (32-bit radix sort), then a stable split by tile with keys as wide as the tiles
-// need. Floor: 68 bytes a record, about 24 an intersection with 16-bit keys. All sizes are known from stage
-// "project".
+// bin.cu: records by depth, then a stable split of their tiles by tile: radix sorts of our own (radix.h),
+// three passes of 9 bits over depths that differ by less than a factor of 65,536, two of 8 over tiles. A
+// record's tiles are listed from the 16 bytes that were kept of it where it was measured (cover.h): by stage
+// "project" on a mesh of one shard, else here. Floor: 76 bytes a record, 24 an intersection with 16-bit keys.
+// All sizes are known from the read-back of stage "project".
 #include "splat/bin.h"
 
+#include <algorithm>
 #include <bit>
 #include <utility>
 
 #include "memory/transfer.h"
+#include "splat/cover.h"
 #include "splat/kernels.h"
+#include "splat/radix.h"
 
 namespace mgpu::splat {
 
 namespace {
 
-constexpr int kManyTiles = 32;  // a record with more is spread over its warp
+constexpr int kTileBins = 256;
 
 struct BinInput {
   const Record* record;
   const int32_t* view;
   const View* views;
+  int num_views;
   int64_t records;
   RowRange tiles;
-};
 
-// The part [begin, end) of a row of tiles that is the owner's, counted from its first tile.
-__device__ __forceinline__ RowRange own_part(RowRange tiles, int64_t begin, int64_t end) {
-  return {(begin > tiles.begin ? begin : tiles.begin) - tiles.begin,
-          (end < tiles.end ? end : tiles.end) - tiles.begin};
-}
-
-__global__ void __launch_bounds__(kThreads)
-    measure_kernel(const __grid_constant__ BinInput in, float* half_extent, int32_t* tile_count,
-                   uint32_t* depth_key, int32_t* order) {
-  const int64_t r = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (r >= in.records) return;
-  const Record record = load48(in.record + r);
-  math::TileEllipse ellipse;
-  int32_t count = 0;
-  float width = 0.f, height = 0.f;
-  if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
-    width = static_cast<float>(ellipse.half_width * (1.0 + 1e-6));  // rounded outwards
-    height = static_cast<float>(ellipse.half_height * (1.0 + 1e-6));
-    for_each_span(in.views[in.view[r]], record, ellipse, [&](int64_t begin, int64_t end) {
-      const RowRange part = own_part(in.tiles, begin, end);
-      if (!(part.begin >= part.end)) count += static_cast<int32_t>(part.end - part.begin);
-    });
-  }
-  half_extent[2 * r] = width;
-  half_extent[2 * r + 1] = height;
-  tile_count[r] = count;
-  depth_key[r] = __float_as_uint(record.depth);  // positive, so its bits order as it does
-  order[r] = static_cast<int32_t>(r);
-}
-
-// to[i] = from[order[i]], and 0 after the last, where the scan puts the total.
-__global__ void __launch_bounds__(kThreads)
-    gather_counts_kernel(const int32_t* from, const int32_t* order, int64_t records, int32_t* to) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i <= records) to[i] = i < records ? from[order[i]] : 0;
-}
-
-__device__ __forceinline__ void set_entry(int32_t& entry, int64_t record, int64_t) {
-  entry = static_cast<int32_t>(record);
-}
-
-// Where one record's pairs go: never outside [first, last), whatever the roundings of a second evaluation
-// say.
-template <typename Key, typename Entry>
-struct PairWriter {
-  Key* key;
-  Entry* entry;
-  int64_t record, first, last;
-
-  __device__ __forceinline__ void put(int64_t position, int64_t tile) const {
-    if (position >= last) return;
-    key[position] = static_cast<Key>(tile);
-    set_entry(entry[position], record, position - first);
+  __device__ __forceinline__ const View& view_of(int64_t r) const {
+    return views[num_views > 1 ? view[r] : 0];
   }
 };
 
-// Keys and entries of all pairs, nearest record first. Unfilled places get the key `tiles`, which sorts
-// behind all.
-template <typename Key, typename Entry>
+// ---- records that came from other shards
+
 __global__ void __launch_bounds__(kThreads)
-    emit_kernel(const __grid_constant__ BinInput in, const int32_t* order, const int64_t* offset,
-                int64_t pairs, Key* key, Entry* entry) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int lane = threadIdx.x % kWarp;
-  PairWriter<Key, Entry> mine{key, entry, 0, 0, 0};
-  if (i < in.records) {
-    mine.record = order[i];
-    mine.first = offset[i];
-    mine.last = offset[i + 1] < pairs ? offset[i + 1] : pairs;
-  }
-  const bool many = mine.last - mine.first > kManyTiles;
-  if (mine.last > mine.first && !many) {
-    const Record record = load48(in.record + mine.record);
-    math::TileEllipse ellipse;
-    int64_t position = mine.first;
-    if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
-      for_each_span(in.views[in.view[mine.record]], record, ellipse, [&](int64_t begin, int64_t end) {
-        const RowRange part = own_part(in.tiles, begin, end);
-        for (int64_t tile = part.begin; tile < part.end; ++tile) mine.put(position++, tile);
-      });
+    measure_kernel(const __grid_constant__ BinInput in, float2* half_extent, TileCover* cover,
+                   uint32_t* depth_key, unsigned long long* depth_histogram) {
+  __shared__ TileWalk s_walk[kWarps];
+  __shared__ unsigned s_histogram[kDepthBins];
+  for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) s_histogram[bin] = 0;
+  __syncthreads();
+  for (int64_t block = blockIdx.x; block * kThreads < in.records; block += gridDim.x) {
+    const int64_t r = block * kThreads + threadIdx.x;
+    const bool held = r < in.records;
+    TileWalk walk{};
+    Record record{};
+    float2 half{};
+    bool met = false;
+    if (held) {
+      record = load48(in.record + r);
+      for (int i = 0; i < 4; ++i) walk.rect[i] = record.tile_rect[i];
+      met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
+      if (met) half = half_extent_of(walk.ellipse);
+      walk.box = patch_box(record.mean2d, half);
     }
-    for (; position < mine.last; ++position) mine.put(position, in.tiles.size());
+    const CoverPart part = walk_tiles(walk, met, in.views, held ? in.view[r] : 0,
+                                      CoverPart{in.tiles, 0, 0, 0}, s_walk[threadIdx.x / kWarp]);
+    if (!held) continue;
+    const uint32_t key = depth_key_of(record.depth);
+    half_extent[r] = half;
+    cover[r] = cover_of(walk.rect, part);
+    depth_key[r] = key;
+    atomicAdd(s_histogram + key % kDepthBins, 1u);
   }
-  for (unsigned left = __ballot_sync(kAllLanes, many); left; left &= left - 1) {
-    const int source = __ffs(left) - 1;
-    const PairWriter<Key, Entry> shared{key, entry, __shfl_sync(kAllLanes, mine.record, source),
-                                        __shfl_sync(kAllLanes, mine.first, source),
-                                        __shfl_sync(kAllLanes, mine.last, source)};
-    const Record record = load48(in.record + shared.record);
-    const View& view = in.views[in.view[shared.record]];
+  __syncthreads();
+  for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) {
+    if (s_histogram[bin]) atomicAdd(depth_histogram + bin, static_cast<unsigned long long>(s_histogram[bin]));
+  }
+}
+
+void measure(const BinInput& in, int self, TileOwner& owner) {
+  owner.half_extent = Buffer<float>(2 * in.records, self);
+  owner.cover = Buffer<TileCover>(in.records, self);
+  owner.depth_key = Buffer<uint32_t>(in.records, self);
+  owner.depth_histogram = Buffer<SumState>(kDepthBins, self);
+  zero(owner.depth_histogram);
+  if (in.records == 0) return;
+  const unsigned blocks =
+      persistent_blocks(measure_kernel, kThreads, 0, blocks_for(in.records, kThreads), self);
+  measure_kernel<<<blocks, kThreads, 0, shard_stream(self)>>>(
+      in, reinterpret_cast<float2*>(owner.half_extent.data()), owner.cover.data(), owner.depth_key.data(),
+      owner.depth_histogram.data());
+  KERNEL_CHECK("bin", self, in.records);
+}
+
+// ---- tiles of the records, nearest record first
+
+template <typename Key>
+struct EmitTarget {
+  const TileCover* cover;
+  const int32_t* order;
+  int64_t pairs;  // places there are
+  Key* key;
+  int32_t* entry;
+  SumState* histogram;  // [kTileBins] of the key's lowest digit, zero before
+  SumState* state;      // [blocks], zero before
+};
+
+// The place of the n-th set bit.
+__device__ __forceinline__ int nth_bit(uint32_t mask, int n) {
+  int at = 0;
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) {
+    const int below = __popc(mask & ((1u << width) - 1u));
+    if (n >= below) {
+      n -= below;
+      at += width;
+      mask >>= width;
+    }
+  }
+  return at;
+}
+
+// By all lanes, the lane's `before` ascending with it: the last lane whose `before` is at most `at`.
+__device__ __forceinline__ int last_lane_at(int before, int at) {
+  int source = 0;
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    if (__shfl_sync(kAllLanes, before, source + step) <= at) source += step;
+  }
+  return source;
+}
+
+__device__ __forceinline__ int sum_of_lanes_to(int value) {  // inclusive
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+// Keys and entries of all pairs, in the order of the records. Small records' pairs are dealt to the lanes of
+// a warp one by one; large records are listed for the block, and each is walked by a warp. Places that stay
+// empty get the key `tiles`, which sorts behind all: there are none unless home and owner counted
+// differently.
+template <typename Key, int kRecords>
+__global__ void __launch_bounds__(kThreads)
+    emit_kernel(const __grid_constant__ BinInput in, const __grid_constant__ EmitTarget<Key> out) {
+  constexpr int kBlockRecords = kThreads * kRecords;
+  struct Large {
+    int32_t record, begin;
+  };
+  __shared__ Large s_large[kBlockRecords];
+  __shared__ int s_large_count;
+  __shared__ unsigned s_histogram[kTileBins];
+  __shared__ int32_t s_warp_count[kWarps];
+  __shared__ int64_t s_base;
+  static_assert(kTileBins <= kThreads);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (threadIdx.x < kTileBins) s_histogram[threadIdx.x] = 0;
+  if (threadIdx.x == 0) s_large_count = 0;
+
+  // where each record's pairs go; a warp has neighbours, 32 at a time
+  const int64_t first = int64_t{blockIdx.x} * kBlockRecords + warp * kWarp * kRecords + lane;
+  int32_t record[kRecords], begin[kRecords];
+  TileCover cover[kRecords];
+#pragma unroll
+  for (int k = 0; k < kRecords; ++k)
+    record[k] = first + k * kWarp < in.records ? out.order[first + k * kWarp] : -1;
+#pragma unroll
+  for (int k = 0; k < kRecords; ++k) {
+    const uint4 words = record[k] >= 0 ? *reinterpret_cast<const uint4*>(out.cover + record[k]) : uint4{};
+    cover[k] = reinterpret_cast<const TileCover&>(words);
+  }
+  int32_t total = 0;  // of the warp
+#pragma unroll
+  for (int k = 0; k < kRecords; ++k) {
+    const int32_t inclusive = sum_of_lanes_to(cover[k].count);
+    begin[k] = total + inclusive - cover[k].count;
+    total += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+  }
+  if (lane == 0) s_warp_count[warp] = total;
+  __syncthreads();
+  int32_t before = 0, block_total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    before += w < warp ? s_warp_count[w] : 0;
+    block_total += s_warp_count[w];
+  }
+#pragma unroll
+  for (int k = 0; k < kRecords; ++k) {
+    begin[k] += before;
+    const int columns = cover[k].tile_rect[2] - cover[k].tile_rect[0];
+    const int rows = cover[k].tile_rect[3] - cover[k].tile_rect[1];
+    if (columns * rows > kSmallTiles && cover[k].count > 0) {
+      s_large[atomicAdd(&s_large_count, 1)] = {record[k], begin[k]};
+      cover[k].count = 0;
+    }
+  }
+  if (warp == 0) {
+    const int64_t base = sum_of_blocks_before(out.state, blockIdx.x, block_total);
+    if (lane == 0) s_base = base;
+  }
+  __syncthreads();
+  const int64_t base = s_base;
+  const auto put = [&](int64_t place, int64_t tile, int32_t of) {
+    if (place >= out.pairs) return;
+    out.key[place] = static_cast<Key>(tile);
+    out.entry[place] = of;
+    atomicAdd(s_histogram + tile % kTileBins, 1u);
+  };
+
+  // small records
+#pragma unroll
+  for (int k = 0; k < kRecords; ++k) {
+    const int columns = cover[k].tile_rect[2] - cover[k].tile_rect[0];
+    int64_t corner = 0;
+    int tiles_x = 0;
+    if (cover[k].count > 0) {
+      const View& view = in.view_of(record[k]);
+      tiles_x = view.tiles_x;
+      corner =
+          view.tile_begin + int64_t{cover[k].tile_rect[1]} * tiles_x + cover[k].tile_rect[0] - in.tiles.begin;
+    }
+    // ceil(65536 / columns) divides places in the mask, which are below 32
+    const int packed = columns > 1 ? ((65535 + columns) / columns << 8 | columns) : 1;
+    const int count_to = sum_of_lanes_to(cover[k].count), small_before = count_to - cover[k].count;
+    const int small_total = __shfl_sync(kAllLanes, count_to, kWarp - 1);
+    for (int start = 0; start < small_total; start += kWarp) {
+      const int pair = start + lane, source = last_lane_at(small_before, pair);
+      const int ordinal = pair - __shfl_sync(kAllLanes, small_before, source);
+      const int shape = __shfl_sync(kAllLanes, packed, source);
+      const int bit = nth_bit(__shfl_sync(kAllLanes, cover[k].mask, source), ordinal);
+      const int width = shape & 255, row = width == 1 ? bit : bit * (shape >> 8) >> 16;
+      const int row_tiles = __shfl_sync(kAllLanes, tiles_x, source);
+      const int64_t tile = __shfl_sync(kAllLanes, corner, source) + row * row_tiles + bit - row * width;
+      const int64_t place = base + __shfl_sync(kAllLanes, begin[k], source) + ordinal;
+      const int32_t of = __shfl_sync(kAllLanes, record[k], source);
+      if (pair < small_total) put(place, tile, of);
+    }
+  }
+
+  // large ones, 32 rows of tiles at a time
+  for (int k = warp; k < s_large_count; k += kWarps) {
+    const Large of = s_large[k];
+    const Record large = load48(in.record + of.record);
+    const View& view = in.view_of(of.record);
+    const int32_t count = out.cover[of.record].count;
     math::TileEllipse ellipse;
-    int64_t position = shared.first;
-    if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
-      for (int top = record.tile_rect[1]; top < record.tile_rect[3]; top += kWarp) {  // a row of tiles a lane
+    int32_t listed = 0;
+    if (math::make_tile_ellipse(large.mean2d, large.conic, large.opacity, ellipse)) {
+      for (int top = large.tile_rect[1]; top < large.tile_rect[3]; top += kWarp) {
         const int y = top + lane;
-        RowRange part{0, 0};
-        if (y < record.tile_rect[3]) {
-          const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
+        int64_t row_first = 0, row_end = 0;  // the owner's part of the row
+        if (y < large.tile_rect[3]) {
+          const math::TileSpan span = math::tile_span_of(ellipse, view, large.tile_rect, y);
           const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
-          if (span.begin < span.end) part = own_part(in.tiles, row + span.begin, row + span.end);
+          row_first = max(row + span.begin, in.tiles.begin) - in.tiles.begin;
+          row_end = min(row + span.end, in.tiles.end) - in.tiles.begin;
         }
-        const int width = part.empty() ? 0 : static_cast<int>(part.size());
-        int before = width;  // becomes the inclusive sum
-        for (int step = 1; step < kWarp; step *= 2) {
-          const int other = __shfl_up_sync(kAllLanes, before, step);
-          if (lane >= step) before += other;
+        const int width = row_first < row_end ? static_cast<int>(row_end - row_first) : 0;
+        const int width_to = sum_of_lanes_to(width), width_before = width_to - width;
+        const int rows_total = __shfl_sync(kAllLanes, width_to, kWarp - 1);
+        for (int start = 0; start < rows_total; start += kWarp) {
+          const int pair = start + lane, source = last_lane_at(width_before, pair);
+          const int64_t tile =
+              __shfl_sync(kAllLanes, row_first, source) + pair - __shfl_sync(kAllLanes, width_before, source);
+          const int32_t ordinal = listed + pair;
+          if (pair < rows_total && ordinal < count) put(base + of.begin + ordinal, tile, of.record);
         }
-        const int total = __shfl_sync(kAllLanes, before, kWarp - 1);
-        for (int k = 0; k < width; ++k) shared.put(position + before - width + k, part.begin + k);
-        position += total;
+        listed += rows_total;
       }
     }
-    for (position += lane; position < shared.last; position += kWarp) shared.put(position, in.tiles.size());
+    for (int32_t ordinal = listed + lane; ordinal < count; ordinal += kWarp)
+      put(base + of.begin + ordinal, in.tiles.size(), of.record);
   }
+
+  if (blockIdx.x + 1 == gridDim.x) {
+    for (int64_t place = base + block_total + threadIdx.x; place < out.pairs; place += kThreads)
+      put(place, in.tiles.size(), 0);
+  }
+  __syncthreads();
+  if (threadIdx.x < kTileBins && s_histogram[threadIdx.x])
+    atomicAdd(out.histogram + threadIdx.x, static_cast<SumState>(s_histogram[threadIdx.x]));
 }
 
-// Places behind the last record's pairs; none, unless home and owner counted differently.
-template <typename Key, typename Entry>
-__global__ void __launch_bounds__(kThreads)
-    fill_rest_kernel(const int64_t* total, int64_t pairs, int64_t tiles, Key* key, Entry* entry) {
-  for (int64_t i = *total + threadIdx.x; i < pairs; i += kThreads) {
-    key[i] = static_cast<Key>(tiles);
-    set_entry(entry[i], 0, 0);
-  }
-}
-
-// tile_begin[t] = first place with a key of at least t.
+// tile_begin[t]: the first place with a key of at least t. A warp a tile cuts the range into 32 at a time.
 template <typename Key>
 __global__ void __launch_bounds__(kThreads)
     begins_kernel(const Key* key, int64_t pairs, int64_t tiles, int64_t* tile_begin) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i > pairs) return;
-  const int64_t before = i == 0 ? -1 : static_cast<int64_t>(key[i - 1]);
-  const int64_t here = i == pairs ? tiles : static_cast<int64_t>(key[i]);
-  for (int64_t tile = before + 1; tile <= here; ++tile) tile_begin[tile] = i;
-}
-
-template <typename Key, typename Entry>
-void split_by_tile(const BinInput& in, const Buffer<int32_t>& order, const Buffer<int64_t>& offset, int self,
-                   TileOwner& owner, Buffer<Entry>& entry) {
-  const int64_t pairs = owner.pairs, tiles = owner.tiles.size();
-  const cudaStream_t stream = shard_stream(self);
-  Buffer<Key> key(pairs, self);
-  entry = Buffer<Entry>(pairs, self);
-  if (in.records > 0 && pairs > 0) {
-    emit_kernel<<<blocks_for(in.records, kThreads), kThreads, 0, stream>>>(in, order.data(), offset.data(),
-                                                                           pairs, key.data(), entry.data());
-    KERNEL_CHECK("bin", self, in.records);
-    fill_rest_kernel<<<1, kThreads, 0, stream>>>(offset.data() + in.records, pairs, tiles, key.data(),
-                                                 entry.data());
-    KERNEL_CHECK("bin", self, in.records);
-    sort_pairs(key, entry, std::bit_width(static_cast<uint64_t>(tiles)), self);
+  const int64_t tile = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (tile > tiles) return;
+  int64_t begin = 0, end = pairs;  // the answer is one of [begin, end]
+  while (begin < end) {
+    const int64_t step = (end - begin + kWarp - 1) / kWarp, at = begin + lane * step;
+    const bool less = at < end && static_cast<int64_t>(key[at]) < tile;
+    const int smaller = __popc(__ballot_sync(kAllLanes, less));  // keys ascend: the first ones
+    if (smaller < kWarp && begin + smaller * step < end) end = begin + smaller * step;
+    if (smaller > 0) begin += (smaller - 1) * step + 1;
   }
-  owner.tile_begin = Buffer<int64_t>(tiles + 1, self);
-  begins_kernel<<<blocks_for(pairs + 1, kThreads), kThreads, 0, stream>>>(key.data(), pairs, tiles,
-                                                                          owner.tile_begin.data());
-  KERNEL_CHECK("bin", self, pairs);
+  if (lane == 0) tile_begin[tile] = begin;
 }
 
-template <typename Entry>
-void split_by_tile_of_any_width(const BinInput& in, const Buffer<int32_t>& order,
-                                const Buffer<int64_t>& offset, int self, TileOwner& owner,
-                                Buffer<Entry>& entry) {
-  if (owner.tiles.size() < int64_t{1} << 16)
-    split_by_tile<uint16_t>(in, order, offset, self, owner, entry);
-  else
-    split_by_tile<uint32_t>(in, order, offset, self, owner, entry);
+// ---- one owner
+
+// Fills owner.entry_record and owner.tile_begin.
+template <typename Key>
+void list_tiles(const BinInput& in, int self, TileOwner& owner) {
+  const int64_t records = in.records, pairs = owner.pairs, tiles = owner.tiles.size();
+  const cudaStream_t stream = shard_stream(self);
+  owner.tile_begin = Buffer<int64_t>(tiles + 1, self);
+  owner.entry_record = Buffer<int32_t>(pairs, self);
+  Buffer<Key> key(pairs, self), other_key;
+  int sorted = 0;
+  if (records > 0 && pairs > 0) {
+    const int tile_bits = std::bit_width(static_cast<uint64_t>(tiles));  // the key `tiles` means none
+    const SortPlan by_depth = sort_plan(records, std::bit_width(owner.largest_depth_key), kDepthBins);
+    const SortPlan by_tile = sort_plan(pairs, tile_bits, kTileBins);
+    constexpr int kManyRecords = 4;
+    const int a_thread = records >= int64_t{2 * 132} * kThreads * kManyRecords ? kManyRecords : 1;
+    const int64_t emit_blocks = blocks_for(records, kThreads * a_thread);
+    // zeros: states of the listing, histogram of tiles, what the sorts need
+    Buffer<SumState> zeros(emit_blocks + kTileBins + by_depth.words(kDepthBins) + by_tile.words(kTileBins),
+                           self);
+    zero(zeros);
+    SumState* const histogram = zeros.data() + emit_blocks;
+    SumState* const depth_words = histogram + kTileBins;
+    SumState* const tile_words = depth_words + by_depth.words(kDepthBins);
+
+    Buffer<int32_t> order(2 * records, self);
+    Buffer<uint32_t> other_depth_key(by_depth.passes > 1 ? records : 0, self);
+    uint32_t* const depth_keys[2] = {owner.depth_key.data(), other_depth_key.data()};
+    int32_t* const orders[2] = {order.data(), order.data() + records};
+    const int ordered = sort_by_digits<kDepthBins>(by_depth, depth_keys, nullptr, orders, records,
+                                                   owner.depth_histogram.data(), depth_words, false, self);
+
+    const EmitTarget<Key> target{owner.cover.data(),        orders[ordered], pairs,       key.data(),
+                                 owner.entry_record.data(), histogram,       zeros.data()};
+    const auto emit = a_thread == 1 ? emit_kernel<Key, 1> : emit_kernel<Key, kManyRecords>;
+    emit<<<static_cast<unsigned>(emit_blocks), kThreads, 0, stream>>>(in, target);
+    KERNEL_CHECK("bin", self, records);
+    order = Buffer<int32_t>();
+    owner.depth_key = Buffer<uint32_t>();
+    other_depth_key = Buffer<uint32_t>();
+
+    other_key = Buffer<Key>(pairs, self);
+    Buffer<int32_t> other_entry(pairs, self);
+    Key* const keys[2] = {key.data(), other_key.data()};
+    int32_t* const entries[2] = {owner.entry_record.data(), other_entry.data()};
+    sorted = sort_by_digits<kTileBins>(by_tile, keys, entries[0], entries, pairs, histogram, tile_words, true,
+                                       self);
+    if (sorted == 1) std::swap(owner.entry_record, other_entry);
+  }
+  begins_kernel<<<blocks_for(tiles + 1, kWarps), kThreads, 0, stream>>>(
+      sorted == 1 ? other_key.data() : key.data(), records > 0 ? pairs : 0, tiles, owner.tile_begin.data());
+  KERNEL_CHECK("bin", self, tiles);
 }
 
 void bin_owner(const Frame& frame, int self, TileOwner& owner) {
-  const int64_t records = owner.received();
-  const BinInput in{received_records(frame, self), received_views(frame, self),
-                    frame.constants[static_cast<size_t>(self)].views.data(), records, owner.tiles};
-  Buffer<int32_t> tile_count(records + 1, self), order(records, self), ordered_count(records + 1, self);
-  Buffer<uint32_t> depth_key(records, self);
-  Buffer<int64_t> offset(records + 1, self);
-  owner.half_extent = Buffer<float>(2 * records, self);
-  if (records > 0) {
-    const cudaStream_t stream = shard_stream(self);
-    measure_kernel<<<blocks_for(records, kThreads), kThreads, 0, stream>>>(
-        in, owner.half_extent.data(), tile_count.data(), depth_key.data(), order.data());
-    KERNEL_CHECK("bin", self, records);
-    sort_pairs(depth_key, order, 32, self);
-    gather_counts_kernel<<<blocks_for(records + 1, kThreads), kThreads, 0, stream>>>(
-        tile_count.data(), order.data(), records, ordered_count.data());
-    KERNEL_CHECK("bin", self, records);
-    exclusive_sum(ordered_count.data(), offset.data(), records + 1, self);
-  }
-  split_by_tile_of_any_width(in, order, offset, self, owner, owner.entry_record);
+  const BinInput in{received_records(frame, self),
+                    received_views(frame, self),
+                    frame.constants[static_cast<size_t>(self)].views.data(),
+                    static_cast<int>(frame.views.size()),
+                    owner.received(),
+                    owner.tiles};
+  if (frame.homes.size() > 1) measure(in, self, owner);
+  if (owner.tiles.size() < int64_t{1} << 16)
+    list_tiles<uint16_t>(in, self, owner);
+  else
+    list_tiles<uint32_t>(in, self, owner);
+  owner.cover = Buffer<TileCover>();
+  owner.depth_key = Buffer<uint32_t>();
+  owner.depth_histogram = Buffer<SumState>();
 }
 
 }  // namespace

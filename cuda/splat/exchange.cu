@@ -4,9 +4,6 @@
 // "project".
 #include "splat/exchange.h"
 
-#include <limits>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -117,22 +114,6 @@ void pull(Frame& frame, int self) {
   }
 }
 
-void count_received(Frame& frame) {
-  for (size_t self = 0; self < frame.owners.size(); ++self) {
-    TileOwner& owner = frame.owners[self];
-    owner.peer_begin.assign(1, 0);
-    for (const auto& from_home : frame.parcels) {
-      owner.peer_begin.push_back(owner.peer_begin.back() + from_home[self].count);
-    }
-    if (owner.received() > std::numeric_limits<int32_t>::max()) {
-      throw std::runtime_error(
-          "one shard received " + std::to_string(owner.received()) +
-          " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
-          "cameras in one call");
-    }
-  }
-}
-
 // ---- the way back
 
 __device__ __forceinline__ void add(RecordGrad& sum, const RecordGrad& part) {
@@ -181,7 +162,8 @@ void collect(Frame& frame, int self) {
 }  // namespace
 
 void exchange_records(Frame& frame) {
-  count_received(frame);
+  for (size_t self = 0; self < frame.owners.size(); ++self)
+    count_received(frame.parcels, static_cast<int>(self), frame.owners[self]);
   if (frame.homes.size() == 1) return;
   for_each_shard("pack", [&](const Shard& shard) { pack(frame, shard.index); });
   for_each_shard("exchange", [&](const Shard& shard) { pull(frame, shard.index); }, Access::kExchange);
@@ -198,16 +180,6 @@ void return_gradients(Frame& frame) {
   }
   for_each_shard("collect", [&](const Shard& shard) { collect(frame, shard.index); }, Access::kExchange);
   for (TileOwner& owner : frame.owners) owner.record_grad = Buffer<RecordGrad>();
-}
-
-int64_t exchanged_bytes(const Frame& frame) {
-  int64_t records = 0;
-  for (size_t home = 0; home < frame.parcels.size(); ++home) {
-    for (size_t owner = 0; owner < frame.parcels[home].size(); ++owner) {
-      if (home != owner) records += frame.parcels[home][owner].count;
-    }
-  }
-  return records * static_cast<int64_t>(sizeof(Record));
 }
 
 }  // namespace mgpu::splat

@@ -12,6 +12,10 @@ namespace mgpu::splat {
 // view in the order of their rows.
 void exchange_records(Frame& frame);
 
+// Fills owner.peer_begin from the parcels' counts. Throws std::runtime_error if record ids would not fit in
+// 32 bits.
+void count_received(const std::vector<std::vector<Parcel>>& parcels, int self, TileOwner& owner);
+
 // Stage "return" (at the owner) sums the gradient slots of each record in list order and posts them; stage
 // "collect" (at home) adds what the owners posted, in their order, into frame.shards[*].grad. Frees the
 // slots.

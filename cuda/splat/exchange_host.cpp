@@ -2,9 +2,6 @@
 #include "splat/exchange.h"
 
 #include <algorithm>
-#include <limits>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "math/tile.h"
@@ -87,16 +84,8 @@ void pack(const Frame& frame, int home, std::vector<Parcel>& parcels) {
 
 // At the owner: one contiguous copy per home.
 void pull(const std::vector<std::vector<Parcel>>& parcels, int self, TileOwner& owner) {
-  owner.peer_begin.assign(1, 0);
-  for (const auto& from_home : parcels)
-    owner.peer_begin.push_back(owner.peer_begin.back() + from_home[self].count);
-  const int64_t total = owner.peer_begin.back();
-  if (total > std::numeric_limits<int32_t>::max()) {
-    throw std::runtime_error(
-        "one shard received " + std::to_string(total) +
-        " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
-        "cameras in one call");
-  }
+  count_received(parcels, self, owner);
+  const int64_t total = owner.received();
   owner.record = Buffer<Record>(total, self);
   owner.view = Buffer<int32_t>(total, self);
   for (size_t home = 0; home < parcels.size(); ++home) {
@@ -164,16 +153,6 @@ void return_gradients(Frame& frame) {
       parcel.grad = Buffer<RecordGrad>();
     }
   });
-}
-
-int64_t exchanged_bytes(const Frame& frame) {
-  int64_t records = 0;
-  for (size_t home = 0; home < frame.parcels.size(); ++home) {
-    for (size_t owner = 0; owner < frame.parcels[home].size(); ++owner) {
-      if (home != owner) records += frame.parcels[home][owner].count;
-    }
-  }
-  return records * static_cast<int64_t>(sizeof(Record));
 }
 
 }  // namespace mgpu::splat

@@ -82,6 +82,16 @@ struct TileEntry {
   int32_t ordinal;  // which of the record's tiles (within the owner's range) this is
 };
 
+// The tiles of one record among those of one owner. CUDA flavour, from where the record is measured until
+// bin.
+struct TileCover {
+  uint16_t tile_rect[4];  // as in Record
+  uint32_t mask;          // if the rectangle has at most kSmallTiles tiles: those that are met, row by row
+  int32_t count;          // how many are met
+};
+static_assert(sizeof(TileCover) == 16);
+constexpr int kSmallTiles = 32;
+
 // Up to 32 records that light pixels of one patch (8x4 pixels of a tile), neighbours in its list: the unit of
 // CUDA's way back.
 struct alignas(16) PatchBucket {
@@ -99,7 +109,7 @@ struct TileOwner {
   Buffer<int32_t> view;             // owner
   Buffer<float> half_extent;        // owner; [records, 2] pixels, where alpha can reach 1/255
   Buffer<int64_t> slot_begin;       // owner; [records + 1]
-  Buffer<TileEntry> entry;          // owner; tile by tile, front to back
+  Buffer<TileEntry> entry;          // owner; tile by tile, front to back; host flavour
   Buffer<int64_t> tile_begin;       // owner; [tiles + 1], into entry
   Buffer<float> transmittance;      // owner; [tiles, 256] after the last contribution
   Buffer<int32_t>
@@ -117,10 +127,15 @@ struct TileOwner {
   // on both axes. The cull in blend.cu adds less (1.000001 and kCullMargin), so what it keeps is counted
   // here. Tiles that the ellipse test rejected are not counted. Set by stage "project", in its read-back.
   int64_t patch_pairs = 0;
-  Buffer<int32_t> entry_record;   // owner; as entry, without the ordinal; one of the two is empty
-  Buffer<PatchBucket> bucket;     // owner; the first bucket_count[0] are in use, in any order
-  Buffer<int32_t> bucket_count;   // owner; [1], and counters of stage "blend"
-  Buffer<int32_t> bucket_record;  // owner; [buckets, 32] front to back
+  // What bin sorts by and lists, and frees; on a mesh of one shard stage "project" fills it.
+  Buffer<TileCover> cover;                     // owner; [records]
+  Buffer<uint32_t> depth_key;                  // owner; [records], bits of depth less those of the near plane
+  Buffer<unsigned long long> depth_histogram;  // owner; [kDepthBins], of the key's lowest digit
+  uint32_t largest_depth_key = 0;              // or more
+  Buffer<int32_t> entry_record;                // owner; the records of `entry`, which stays empty
+  Buffer<PatchBucket> bucket;                  // owner; the first bucket_count[0] are in use, in any order
+  Buffer<int32_t> bucket_count;                // owner; [1], and counters of stage "blend"
+  Buffer<int32_t> bucket_record;               // owner; [buckets, 32] front to back
   Buffer<float> bucket_state;  // owner; [buckets, 32, 4]: T (-1: ended), red, green, blue before the bucket
   Buffer<float> bucket_depth;  // owner; [buckets, 32], if depth is wanted
   Buffer<RecordGrad> record_grad;  // owner; [received], during backward only
@@ -130,9 +145,8 @@ struct TileOwner {
 
 // CUDA flavour: what a shard's kernels read of the frame besides the table.
 struct ShardConstants {
-  Buffer<View> views;     // shard; [views]
-  Buffer<float> steps;    // shard; the arrays behind `history`
-  AdamHistory history{};  // points into `steps`
+  Buffer<View> views;     // shard; [views], and behind them the arrays of `history`
+  AdamHistory history{};  // points into `views`
 };
 
 struct StageTime {

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// kernels.h: what the .cu files of the stages share: walking a record's tiles, scans and sorts, a frame's
-// device side.
+// kernels.h: what the .cu files of the stages share: owners of tiles, records as 16-byte loads, scans, the
+// choice of a kernel by SH degree, a frame's device side.
 #pragma once
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
 #include <cstdint>
 #include <cuda/std/functional>
+#include <type_traits>
 
-#include "math/tile.h"
+#include "math/gaussian.h"
 #include "memory/buffer.h"
 #include "mesh/launch.h"
 #include "splat/frame.h"
@@ -19,7 +20,8 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxShards = 32;  // bits of ShardRecords::owner_mask
+constexpr int kMaxShards = 32;   // bits of ShardRecords::owner_mask
+constexpr int kDepthBins = 512;  // of one digit of a depth key
 
 // ---- a record's tiles
 
@@ -34,18 +36,6 @@ struct OwnerEnds {
     return owner;
   }
 };
-
-// Calls visit(first tile, end) for each row of tiles that the record touches; tiles are counted over all
-// views.
-template <typename Visit>
-__device__ __forceinline__ void for_each_span(const View& view, const Record& record,
-                                              const math::TileEllipse& ellipse, const Visit& visit) {
-  for (int y = record.tile_rect[1]; y < record.tile_rect[3]; ++y) {
-    const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
-    const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
-    if (span.begin < span.end) visit(row + span.begin, row + span.end);
-  }
-}
 
 // ---- loads and stores of the 48 bytes of a record
 
@@ -73,15 +63,39 @@ __device__ __forceinline__ void store48(T* to, const T& value) {
   for (int i = 0; i < 3; ++i) parts[i] = both.part[i];
 }
 
+// threadIdx.x % 32, read anew: what a loop derives from it is not kept in registers across the loop.
+__device__ __forceinline__ int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // A product that the compiler must round: it cannot be fused into a sum, here in one way and there in
 // another.
 __device__ __forceinline__ void round_now(float& x) { asm("" : "+f"(x)); }
 
+// ---- kernels that are compiled for each SH degree
+
+// call(std::integral_constant<int, degree>): so that a row's coefficients stay in registers.
+template <typename Call>
+void with_sh_degree(int degree, const Call& call) {
+  switch (degree) {
+    case 0:
+      return call(std::integral_constant<int, 0>{});
+    case 1:
+      return call(std::integral_constant<int, 1>{});
+    case 2:
+      return call(std::integral_constant<int, 2>{});
+    default:
+      return call(std::integral_constant<int, 3>{});
+  }
+}
+
 // ---- scans and sorts on a shard's stream
 
 // offset[i] = sum of count[0..i), i = 0..items-1. To get the total too, scan one item more.
-template <typename Count, typename Sum>
-void exclusive_sum(const Count* count, Sum* offset, int64_t items, int shard) {
+template <typename Counts, typename Sum>
+void exclusive_sum(Counts count, Sum* offset, int64_t items, int shard) {
   if (items == 0) return;
   size_t bytes = 0;
   const auto scan = [&](void* scratch) {
@@ -138,6 +152,11 @@ void upload_constants(Frame& frame);
 
 // The arrays of a history in `steps` on a shard; the result points into them.
 AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard);
+
+// Bits of a depth, less those of the near plane: visible depths are positive, so they order as the keys do.
+__device__ __forceinline__ uint32_t depth_key_of(float depth) {
+  return __float_as_uint(depth) - __float_as_uint(math::kNearPlane);
+}
 
 inline OwnerEnds owner_ends(const Frame& frame) {
   OwnerEnds ends{};

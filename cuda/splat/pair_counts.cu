@@ -15,13 +15,9 @@ namespace {
 constexpr int kPatchesAcross = kTileSize / kPatchWidth;
 static_assert(kPatchWidth * kPatchHeight == kWarp && kThreads == kTilePixels);
 
-__device__ __forceinline__ int32_t record_of(int32_t entry) { return entry; }
-__device__ __forceinline__ int32_t record_of(TileEntry entry) { return entry.record; }
-
-template <typename Entry>
 __global__ void __launch_bounds__(kThreads)
     count_pairs_kernel(const View* views, int num_views, int64_t first_tile, const Record* records,
-                       const Entry* entries, const int64_t* tile_begin, unsigned long long* counts) {
+                       const int32_t* entries, const int64_t* tile_begin, unsigned long long* counts) {
   const int64_t tile = blockIdx.x;
   int v = num_views - 1;
   while (v > 0 && views[v].tile_begin > first_tile + tile) --v;
@@ -38,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   unsigned long long lit = 0, patches = 0;
   for (int64_t i = tile_begin[tile]; i < tile_begin[tile + 1]; ++i) {
     if (!__any_sync(kAllLanes, live > 0.f)) break;
-    const Record& record = records[record_of(entries[i])];
+    const Record& record = records[entries[i]];
     const float alpha = math::uncapped_alpha(
         math::make_blend_row(record.mean2d, record.conic, record.opacity, y), x - record.mean2d[0]);
     bool contributes;
@@ -61,18 +57,10 @@ PairCounts count_pairs(const Frame& frame) {
     if (owner.tiles.empty() || owner.pairs == 0) return;
     Buffer<int64_t> counts(2, shard.index);
     zero(counts);
-    const auto launch = [&](const auto* entries) {
-      count_pairs_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0,
-                           shard_stream(shard.index)>>>(
-          frame.constants[static_cast<size_t>(shard.index)].views.data(),
-          static_cast<int>(frame.views.size()), owner.tiles.begin, received_records(frame, shard.index),
-          entries, owner.tile_begin.data(), reinterpret_cast<unsigned long long*>(counts.data()));
-    };
-    if (owner.entry_record.size() > 0) {
-      launch(owner.entry_record.data());
-    } else {
-      launch(owner.entry.data());
-    }
+    count_pairs_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0, shard_stream(shard.index)>>>(
+        frame.constants[static_cast<size_t>(shard.index)].views.data(), static_cast<int>(frame.views.size()),
+        owner.tiles.begin, received_records(frame, shard.index), owner.entry_record.data(),
+        owner.tile_begin.data(), reinterpret_cast<unsigned long long*>(counts.data()));
     KERNEL_CHECK("pair_counts", shard.index, owner.pairs);
     const std::vector<int64_t> host = to_vector(counts);
     all.lit += host[0];

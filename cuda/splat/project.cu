@@ -1,231 +1,386 @@
 // SPDX-License-Identifier: Apache-2.0
-// project.cu: rows to records and back. Formulas: math/gaussian.h, math/sh.h.
+// project.cu: rows to records. Formulas: math/gaussian.h, math/sh.h, math/cull.h.
 //
-// Two passes, so that the records come out ordered without a temporary of N records: the first reads the
-// geometry of all rows and leaves one bit a row and view; the second works on full warps of visible rows
-// only. Floor: 44 N + 248 V bytes read, 48 V written. The buffers are sized from the frame before; a frame
+// Two kernels, because most rows of a large table are out of sight. The first reads means and scales of all
+// rows and lists, in order, those that the view may see; rows that missed steps are tested with a margin for
+// where replay may take them, so their moments stay unread. The second makes the records of the listed rows.
+// Both order their output by a running sum over blocks (look_back.h). On a mesh of one shard the second also
+// measures the records for stage "bin", while the SH coefficients are on their way. Floor: 28 N + 264 V bytes
+// read (and the moments of what missed steps), 88 V written. Buffers are sized from the frame before; a frame
 // that needs more is done again.
 #include "splat/project.h"
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "math/cull.h"
 #include "memory/transfer.h"
+#include "splat/cover.h"
 #include "splat/kernels.h"
-#include "splat/sh_stage.h"
+#include "splat/look_back.h"
+#include "splat/row_source.h"
+#include "splat/sh_rows.h"
 
 namespace mgpu::splat {
 
 namespace {
 
-// What both passes read.
-struct RowSource {
-  SplatColumns columns;
+constexpr int kCullRows = 4;  // a thread's, so that enough loads are on their way
+constexpr int kChunk = kThreads * kCullRows;
+constexpr int kBlocks = 3;  // of the second kernel, on a processor: 80 registers
+
+// ---- first: which rows may be seen
+
+struct CullSource {
+  const float *means, *scales, *opacities;
   AdamState state;
   AdamHistory history;
   bool replays;
-  RenderSettings settings;
+  float moment_ratio;          // how far drift can go: math::moment_ratio_bound
+  float margin, scale_margin;  // the farthest that steps of the history move a mean, a log scale
+  math::CullView view0;        // of the first view
   const View* views;
   int num_views;
   RowRange rows;
-
-  __device__ const AdamState* state_or_null() const { return replays ? &state : nullptr; }
-  __device__ const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }
-  __device__ void load_geometry(int64_t row, RowValues& values) const {
-    replay_geometry(columns, state_or_null(), history_or_null(), row, values.mean, values.quat,
-                    values.log_scale, values.opacity_logit);
-  }
-  __device__ bool project(const View& view, const RowValues& values, math::Projected& out) const {
-    return math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
-                                  settings.antialiased, out);
-  }
 };
 
-// ---- first pass: which rows are visible
-
-// bits: [views, blocks, 8] words, bit = row; count: [views, blocks].
-__global__ void __launch_bounds__(kThreads)
-    mark_kernel(const __grid_constant__ RowSource in, uint32_t* bits, int32_t* count) {
-  const int64_t row = in.rows.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  RowValues values;
-  if (row < in.rows.end) in.load_geometry(row, values);
-  for (int v = 0; v < in.num_views; ++v) {
-    math::Projected unused;
-    const bool visible = row < in.rows.end && in.project(in.views[v], values, unused);
-    const unsigned word = __ballot_sync(kAllLanes, visible);
-    const int64_t block = int64_t{v} * gridDim.x + blockIdx.x;
-    if (threadIdx.x % kWarp == 0) bits[block * kWarps + threadIdx.x / kWarp] = word;
-    const int total = __syncthreads_count(visible);
-    if (threadIdx.x == 0) count[block] = total;
-  }
-}
-
-// ---- between: bits to lists of (row, view), ordered by (view, row)
-
-__global__ void __launch_bounds__(kThreads)
-    list_kernel(const uint32_t* bits, const int64_t* offset, int64_t blocks_a_view, int views,
-                int64_t first_row, int64_t capacity, int64_t* row, int32_t* view, int64_t* view_begin) {
-  const int64_t block = blockIdx.x;
-  const int v = static_cast<int>(block / blocks_a_view);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t* words = bits + block * kWarps;
-  int64_t position = offset[block];
-  for (int w = 0; w < warp; ++w) position += __popc(words[w]);
-  position += __popc(words[warp] & ((1u << lane) - 1u));
-  if ((words[warp] >> lane & 1u) && position < capacity) {
-    row[position] = first_row + (block - v * blocks_a_view) * kThreads + threadIdx.x;
-    view[position] = v;
-  }
-  if (threadIdx.x == 0 && block == v * blocks_a_view) view_begin[v] = offset[block];
-  if (threadIdx.x == 0 && block + 1 == blocks_a_view * views) view_begin[views] = offset[block + 1];
-}
-
-// ---- second pass: the records
-
-struct RecordTarget {
-  const int64_t* row;
-  const int32_t* view;
-  const int64_t* total;  // device: how many; only `capacity` have room
-  int64_t capacity;
-  Record* record;
-  uint32_t* owner_mask;  // null: one owner, or none yet
-  OwnerEnds owners;      // count 0: records alone are wanted
-  // counts, added up by integer atomics: any order gives the same
-  unsigned long long* parcel;   // [owners, views]
-  unsigned long long* pairs;    // [owners]
-  unsigned long long* dropped;  // rows whose colour is not finite
-  // to unmark a dropped row
-  uint32_t* bits;
-  int32_t* block_count;
-  int64_t blocks_a_view;
+struct Candidates {
+  int32_t* row;     // [views, room], counted from the shard's first
+  SumState* count;  // [views]; may exceed `room`
+  int64_t room;
 };
 
-template <int kDegree>
-__device__ bool make_record(const RowSource& in, int64_t row, const View& view, ShStage& rest, Record& out) {
-  RowValues values;
-  math::Projected p;
-  in.load_geometry(row, values);
-  if (!in.project(view, values, p)) return false;
-  constexpr int kRest = 3 * ((kDegree + 1) * (kDegree + 1) - 1);
-  replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, 1, values.sh);
-#pragma unroll
-  for (int k = 0; k < kRest; ++k) values.sh[3 + k] = rest.value(k);
-  float direction[3];
-  for (int i = 0; i < 3; ++i) direction[i] = values.mean[i] - view.centre[i];
-  if (!math::eval_sh(kDegree, direction, values.sh, out.rgb)) return false;
-  for (int i = 0; i < 2; ++i) out.mean2d[i] = p.mean2d[i];
-  for (int i = 0; i < 3; ++i) out.conic[i] = p.conic[i];
-  for (int i = 0; i < 4; ++i) out.tile_rect[i] = p.tile_rect[i];
-  out.opacity = p.opacity;
-  out.depth = p.depth;
+// What a row's test reads: the mean and largest scale that are stored, and how far replay may move them.
+struct CullRow {
+  float mean[3], log_scale;
+  float margin;
+  float noise;  // longest draw times sigma
+};
+
+__device__ __forceinline__ CullRow load_cull_row(const CullSource& in, int64_t row) {
+  CullRow out{};
+  for (int i = 0; i < 3; ++i) out.mean[i] = in.means[3 * row + i];
+  const float* scale = in.scales + 3 * row;
+  out.log_scale = fmaxf(fmaxf(scale[0], scale[1]), scale[2]);
+  if (!in.replays) return out;
+  const int64_t last = in.state.last_step[row];
+  if (last >= in.history.now) return out;
+  out.margin = in.margin;
+  out.log_scale += in.scale_margin;
+  if (in.history.noise_var) {
+    const float variance =
+        in.history.noise_var[in.history.now - in.history.base] - in.history.noise_var[last - in.history.base];
+    out.noise = variance > 0.f ? math::kMaxNormal3 * sqrtf(variance) : 0.f;
+  }
+  return out;
+}
+
+// By how much of its sigma the noise of the missed steps may move a mean, transparent as the row may have
+// become.
+__device__ __noinline__ float noise_gate_bound(const CullSource& in, int64_t row) {
+  constexpr int kOpacities = 3;
+  const float exp_avg = in.state.exp_avg[kOpacities][row], exp_avg_sq = in.state.exp_avg_sq[kOpacities][row];
+  const float ratio =
+      exp_avg == 0.f ? 0.f : fminf(in.moment_ratio, 1.01f * fabsf(exp_avg) * rsqrtf(exp_avg_sq));
+  const int64_t missed_from = in.state.last_step[row] - in.history.base;
+  const float logit = in.opacities[row] - ratio * fabsf(in.history.drift[kOpacities][missed_from]);
+  return 1.001f / (1.f + expf(100.f * (math::sigmoid(logit) - 0.005f)));  // add_mcmc_noise's gate
+}
+
+__device__ __forceinline__ bool may_be_seen(const CullSource& in, const math::CullView& view,
+                                            const CullRow& row, int64_t index) {
+  if (row.noise == 0.f) return !math::surely_unseen(view, row.mean, row.log_scale, row.margin);
+  const float scale = expf(row.log_scale) * 1.001f, noise = row.noise * scale * scale;
+  float gate = 1.f;
+  for (int round = 0; round < 2; ++round) {  // most rows need not be asked how transparent they are
+    if (math::surely_unseen(view, row.mean, row.log_scale, row.margin + noise * gate)) return false;
+    if (round == 0) gate = noise_gate_bound(in, index);
+  }
   return true;
 }
 
-template <int kDegree>
-__global__ void __launch_bounds__(kStageThreads)
-    record_kernel(const __grid_constant__ RowSource in, const __grid_constant__ RecordTarget out) {
-  __shared__ unsigned long long pairs_of_owner[kMaxShards];
-  if (threadIdx.x < kMaxShards) pairs_of_owner[threadIdx.x] = 0;
-  __syncthreads();
-  extern __shared__ float shared[];
-  const int64_t i = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
-  const int64_t total = *out.total;
-  const int64_t row = i < total && i < out.capacity ? out.row[i] : -1;
-  ShStage rest(shared, 3 * in.columns.sh_rest, false);
-  if constexpr (kDegree > 0) {
-    rest.fetch_replayed<3 * ((kDegree + 1) * (kDegree + 1) - 1)>(
-        in.columns, in.state_or_null(), in.history_or_null(), row,
-        in.replays && row >= 0 ? in.state.last_step[row] : 0);
+// A block a chunk of rows, in all views. state: [views, chunks], zero before; also clears the histogram that
+// the second kernel adds to.
+template <bool kOneView>
+__global__ void __launch_bounds__(kThreads)
+    cull_kernel(const __grid_constant__ CullSource in, const __grid_constant__ Candidates out,
+                SumState* state, SumState* histogram) {
+  static_assert(kCullRows * kWarps == kWarp);
+  __shared__ int s_before[kWarp];  // by (row of the thread, warp): candidates before its first
+  __shared__ int64_t s_base;
+  __shared__ math::CullView s_view;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t chunk = blockIdx.x;
+  if (chunk == 0 && histogram) {
+    for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) histogram[bin] = 0;
   }
-  if (row >= 0) {
-    const int v = out.view[i];
-    const View& view = in.views[v];
-    Record record;
-    uint32_t mask = 0;
-    if (make_record<kDegree>(in, row, view, rest, record)) {
-      store48(out.record + i, record);
-      math::TileEllipse ellipse;
-      if (out.owners.count > 0 &&
-          math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
-        int64_t count = 0;
-        int owner = 0;
-        for_each_span(view, record, ellipse, [&](int64_t begin, int64_t end) {
-          while (begin < end) {  // tiles ascend, and so do their owners
-            const int at = out.owners.owner_of(begin);
-            if (at != owner && count > 0) {
-              atomicAdd(&pairs_of_owner[owner], static_cast<unsigned long long>(count));
-              count = 0;
-            }
-            owner = at;
-            mask |= 1u << at;
-            const int64_t stop = end < out.owners.end[at] ? end : out.owners.end[at];
-            count += stop - begin;
-            begin = stop;
-          }
-        });
-        if (count > 0) atomicAdd(&pairs_of_owner[owner], static_cast<unsigned long long>(count));
-      }
-    } else {  // a colour that is not finite; unmark it, and the lists are made again
-      const int64_t local = row - in.rows.begin;
-      const int64_t block = v * out.blocks_a_view + local / kThreads;
-      atomicAnd(out.bits + block * kWarps + local % kThreads / kWarp, ~(1u << (local % kWarp)));
-      atomicSub(out.block_count + block, 1);
-      atomicAdd(out.dropped, 1ull);
+  const int64_t first = in.rows.begin + chunk * kChunk + threadIdx.x;
+  CullRow row[kCullRows];
+#pragma unroll
+  for (int k = 0; k < kCullRows; ++k) {
+    const int64_t at = first + k * kThreads;
+    if (at < in.rows.end) row[k] = load_cull_row(in, at);
+  }
+  for (int v = 0; v < in.num_views; ++v) {
+    if (!kOneView) {
+      __syncthreads();
+      if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
+      __syncthreads();
     }
-    if (out.owner_mask) {
-      out.owner_mask[i] = mask;
-      for (uint32_t left = mask; left; left &= left - 1) {
-        atomicAdd(out.parcel + (__ffs(left) - 1) * in.num_views + v, 1ull);
+    unsigned lanes[kCullRows];
+#pragma unroll
+    for (int k = 0; k < kCullRows; ++k) {
+      const bool kept = first + k * kThreads < in.rows.end &&
+                        may_be_seen(in, kOneView ? in.view0 : s_view, row[k], first + k * kThreads);
+      lanes[k] = __ballot_sync(kAllLanes, kept);
+      if (lane == 0) s_before[k * kWarps + warp] = __popc(lanes[k]);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      const int count = s_before[lane];
+      int inclusive = count;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, inclusive, step);
+        if (lane >= step) inclusive += other;
+      }
+      const int total = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+      s_before[lane] = inclusive - count;
+      const int64_t base = sum_of_blocks_before(state + int64_t{v} * gridDim.x, chunk, total);
+      if (lane == 0) {
+        s_base = base;
+        if (chunk + 1 == gridDim.x) out.count[v] = static_cast<SumState>(base + total);
       }
     }
-  }
-  __syncthreads();
-  if (threadIdx.x < out.owners.count && pairs_of_owner[threadIdx.x]) {
-    atomicAdd(out.pairs + threadIdx.x, pairs_of_owner[threadIdx.x]);
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kCullRows; ++k) {
+      const int64_t at = s_base + s_before[k * kWarps + warp] + __popc(lanes[k] & ((1u << lane) - 1u));
+      if ((lanes[k] >> lane & 1u) && at < out.room)
+        out.row[v * out.room + at] = static_cast<int32_t>(first + k * kThreads - in.rows.begin);
+    }
   }
 }
 
-void launch_record_kernel(const RowSource& in, const RecordTarget& out, cudaStream_t stream) {
-  const size_t shared = ShStage::shared_bytes(3 * in.columns.sh_rest, false);
-  const auto launch = [&](auto kernel) {
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-    kernel<<<blocks_for(out.capacity, kStageThreads), kStageThreads, shared, stream>>>(in, out);
-  };
-  switch (in.settings.sh_degree) {
-    case 0:
-      launch(record_kernel<0>);
-      break;
-    case 1:
-      launch(record_kernel<1>);
-      break;
-    case 2:
-      launch(record_kernel<2>);
-      break;
-    default:
-      launch(record_kernel<3>);
-      break;
+// ---- second: the records
+
+struct RecordTarget {
+  int64_t room;
+  int64_t* row;
+  int32_t* view;
+  Record* record;
+  OwnerEnds owners;  // count 0: records alone are wanted
+  // one owner: what stage "bin" needs
+  float2* half_extent;
+  TileCover* cover;
+  uint32_t* depth_key;
+  SumState* depth_histogram;
+  // several
+  uint32_t* owner_mask;
+  SumState* parcel;  // [owners, views]
+  // added up by integer atomics: any order gives the same
+  SumState* records;            // [views]
+  SumState *pairs, *patches;    // [owners]
+  SumState* largest_depth_key;  // [1]
+  SumState* state;              // [blocks of candidates], zero before
+  SumState* ticket;
+};
+
+template <int kDegree>
+constexpr int kStagedPieces =
+    ShRows<kDegree>::kWarpPieces > 3 * kWarp ? ShRows<kDegree>::kWarpPieces : 3 * kWarp;
+
+// A block's share of the candidates: of one view, so that the records come out by (view, row).
+struct CandidateBlock {
+  int view;  // num_views: behind the last
+  int64_t first, count;
+
+  __device__ CandidateBlock(const Candidates& in, int num_views, int64_t ticket)
+      : view(0), first(ticket * kThreads), count(0) {
+    for (; view < num_views; ++view) {
+      const int64_t found = static_cast<int64_t>(in.count[view]);
+      count = found < in.room ? found : in.room;
+      if (first < count) break;
+      first -= (count + kThreads - 1) / kThreads * kThreads;
+    }
+  }
+  // Of this thread, counted from the shard's first; -1: none.
+  __device__ int32_t row(const Candidates& in, int num_views) const {
+    const int64_t at = first + threadIdx.x;
+    return view < num_views && at < count ? in.row[view * in.room + at] : -1;
+  }
+};
+
+template <int kDegree, bool kReplays>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    record_kernel(const __grid_constant__ RowSource in, const __grid_constant__ Candidates candidates,
+                  const __grid_constant__ RecordTarget out) {
+  extern __shared__ float4 s_staged[];       // of each warp: SH rows, then its records in their order
+  __shared__ float4 s_record[3 * kThreads];  // of each thread, so that registers are free for the walk
+  __shared__ unsigned s_histogram[kDepthBins];
+  __shared__ SumState s_pairs[kMaxShards], s_patches[kMaxShards], s_parcel[kMaxShards];
+  __shared__ uint32_t s_largest;
+  __shared__ int s_count[kWarps];
+  __shared__ int64_t s_begin[kWarps], s_ticket;
+  __shared__ TileWalk s_walk[kWarps];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const bool one_owner = out.owners.count == 1, many_owners = out.owners.count > 1;
+  for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) s_histogram[bin] = 0;
+  if (threadIdx.x < kMaxShards) s_pairs[threadIdx.x] = s_patches[threadIdx.x] = s_parcel[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    s_largest = 0;
+    s_ticket = static_cast<int64_t>(atomicAdd(out.ticket, 1ull));
+  }
+  float4* const staged = s_staged + warp * kStagedPieces<kDegree>;
+  Record& record = reinterpret_cast<Record*>(s_record)[threadIdx.x];
+  const AdamState* const state = kReplays ? &in.state : nullptr;
+  const AdamHistory* const history = kReplays ? &in.history : nullptr;
+  __syncthreads();
+  int64_t ticket = s_ticket;
+  CandidateBlock block(candidates, in.num_views, ticket);
+  int32_t next_row = block.row(candidates, in.num_views);
+
+  while (block.view < in.num_views) {
+    const int v = block.view;
+    const View& view = in.views[v];
+    const int32_t local_row = next_row;
+
+    // geometry
+    TileWalk walk{};
+    float2 half_extent{};
+    bool visible = false;
+    int64_t last = 0;
+    if (local_row >= 0) {
+      const int64_t row = in.rows.begin + local_row;
+      RowValues values;
+      math::Projected p;
+      if constexpr (kReplays) last = in.state.last_step[row];
+      replay_geometry(in.columns, state, history, row, values.mean, values.quat, values.log_scale,
+                      values.opacity_logit);
+      visible = math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
+                                       in.settings.antialiased, p, walk.ellipse);
+      if (visible) {
+        half_extent = half_extent_of(walk.ellipse);
+        walk.ellipse.half_width = walk.ellipse.half_height = 0.0;  // the walk does without: fewer registers
+        for (int i = 0; i < 4; ++i) walk.rect[i] = p.tile_rect[i];
+        walk.box = patch_box(p.mean2d, half_extent);
+        Record made;
+        for (int i = 0; i < 2; ++i) made.mean2d[i] = p.mean2d[i];
+        for (int i = 0; i < 3; ++i) made.conic[i] = p.conic[i];
+        for (int i = 0; i < 4; ++i) made.tile_rect[i] = p.tile_rect[i];
+        made.opacity = p.opacity;
+        made.depth = p.depth;
+        for (int i = 0; i < 3; ++i) made.rgb[i] = values.mean[i] - view.centre[i];  // the direction, for now
+        store48(&record, made);
+      }
+    }
+    ShRows<kDegree> rest(staged);
+    if constexpr (kDegree > 0)
+      rest.start(in.columns, state, history, in.rows.begin, visible ? local_row : -1, last);
+
+    // tiles, for the only owner
+    CoverPart cover{{0, out.owners.end[0]}, 0, 0, 0};
+    if (one_owner) cover = walk_tiles(walk, visible, in.views, v, cover, s_walk[warp]);
+
+    // colour
+    if constexpr (kDegree > 0) rest.finish();
+    if (visible) {
+      float sh[3 + ShRows<kDegree>::kWanted], direction[3], rgb[3];
+      replay_sh(in.columns, state, history, in.rows.begin + local_row, 1, sh);
+      for (int i = 0; i < 3; ++i) direction[i] = record.rgb[i];
+#pragma unroll
+      for (int k = 0; k < ShRows<kDegree>::kWanted; ++k) sh[3 + k] = rest.value(k);
+      visible = math::eval_sh(kDegree, direction, sh, rgb);
+      for (int i = 0; i < 3; ++i) record.rgb[i] = rgb[i];
+    }
+
+    // tiles of several owners
+    uint32_t mask = 0;
+    if (many_owners) {
+      if (visible) math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
+      const OwnersPart none{&out.owners, s_pairs, s_patches, 0};
+      mask = walk_tiles(walk, visible, in.views, v, none, s_walk[warp]).mask;
+      for (uint32_t left = mask; left; left &= left - 1) atomicAdd(s_parcel + __ffs(left) - 1, 1ull);
+    }
+
+    // place among the records; meanwhile, the next block
+    const unsigned lanes = __ballot_sync(kAllLanes, visible);
+    if (lane == 0) s_count[warp] = __popc(lanes);
+    __syncthreads();
+    if (warp == 0) {
+      const int count = lane < kWarps ? s_count[lane] : 0;
+      int inclusive = count;
+      for (int step = 1; step < kWarps; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, inclusive, step);
+        if (lane >= step) inclusive += other;
+      }
+      const int total = __shfl_sync(kAllLanes, inclusive, kWarps - 1);
+      const int64_t base = sum_of_blocks_before(out.state, ticket, total);
+      if (lane < kWarps) s_begin[lane] = base + inclusive - count;
+      if (lane == 0) atomicAdd(out.records + v, static_cast<SumState>(total));
+    } else if (warp == 2 && many_owners && lane < out.owners.count) {
+      if (s_parcel[lane]) atomicAdd(out.parcel + lane * in.num_views + v, s_parcel[lane]);
+      s_parcel[lane] = 0;
+    } else if (threadIdx.x == kWarp) {
+      s_ticket = static_cast<int64_t>(atomicAdd(out.ticket, 1ull));
+    }
+    __syncthreads();
+    ticket = s_ticket;
+    block = CandidateBlock(candidates, in.num_views, ticket);
+    next_row = block.row(candidates, in.num_views);
+
+    // out, a warp's records side by side
+    const int rank = __popc(lanes & ((1u << lane) - 1u));
+    const int64_t begin = s_begin[warp], space = out.room - begin;
+    const int stored = space < __popc(lanes) ? (space > 0 ? static_cast<int>(space) : 0) : __popc(lanes);
+    if (visible) store48(reinterpret_cast<Record*>(staged) + rank, load48(&record));
+    __syncwarp();
+    float4* const records = reinterpret_cast<float4*>(out.record + begin);
+    for (int i = lane; i < 3 * stored; i += kWarp) records[i] = staged[i];
+    __syncwarp();  // the stage is free for the next block's rows
+    if (visible && rank < stored) {
+      const int64_t to = begin + rank;
+      out.row[to] = in.rows.begin + local_row;
+      out.view[to] = v;
+      if (many_owners) out.owner_mask[to] = mask;
+      if (one_owner) {
+        const uint32_t key = depth_key_of(record.depth);
+        out.half_extent[to] = half_extent;
+        out.cover[to] = cover_of(walk.rect, cover);
+        out.depth_key[to] = key;
+        atomicAdd(s_histogram + key % kDepthBins, 1u);
+      }
+      atomicMax(&s_largest, depth_key_of(record.depth));
+    }
+    if (one_owner) {
+      const int32_t pairs = __reduce_add_sync(kAllLanes, visible ? cover.count : 0);
+      const int32_t patches = __reduce_add_sync(kAllLanes, visible ? cover.patches : 0);
+      if (lane == 0) {
+        atomicAdd(s_pairs, static_cast<SumState>(pairs));
+        atomicAdd(s_patches, static_cast<SumState>(patches));
+      }
+    }
+  }
+
+  __syncthreads();
+  if (threadIdx.x < out.owners.count) {
+    if (s_pairs[threadIdx.x]) atomicAdd(out.pairs + threadIdx.x, s_pairs[threadIdx.x]);
+    if (s_patches[threadIdx.x]) atomicAdd(out.patches + threadIdx.x, s_patches[threadIdx.x]);
+  }
+  if (threadIdx.x == 0 && s_largest) atomicMax(out.largest_depth_key, static_cast<SumState>(s_largest));
+  if (!one_owner) return;
+  for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) {
+    if (s_histogram[bin]) atomicAdd(out.depth_histogram + bin, static_cast<SumState>(s_histogram[bin]));
   }
 }
 
 // ---- one shard
 
-RowSource row_source(const Frame& frame, int shard) {
-  const ShardConstants& constants = frame.constants[static_cast<size_t>(shard)];
-  return {frame.columns,
-          frame.state,
-          constants.history,
-          frame.replays,
-          frame.settings,
-          constants.views.data(),
-          static_cast<int>(frame.views.size()),
-          frame.homes[static_cast<size_t>(shard)]};
-}
-
-// Rooms for records: what the frame before needed and an eighth more. By shard.
+// Rooms for records and candidates: what the frame before needed and an eighth more. By shard.
 class Rooms {
  public:
   int64_t of(int shard, int64_t most) {
@@ -245,7 +400,11 @@ class Rooms {
   std::vector<int64_t> room_;
 };
 
-Rooms& rooms() {
+Rooms& record_rooms() {
+  static Rooms* instance = new Rooms;
+  return *instance;
+}
+Rooms& candidate_rooms() {
   static Rooms* instance = new Rooms;
   return *instance;
 }
@@ -257,239 +416,196 @@ class ShardProjection {
         shard_(shard),
         views_(static_cast<int64_t>(frame.views.size())),
         owners_(static_cast<int64_t>(frame.owners.size())),
-        blocks_(blocks_for(frame.homes[static_cast<size_t>(shard)].size(), kThreads)),
-        counts_(static_cast<size_t>(views_ + 1 + owners_ * views_ + owners_ + 1), 0) {}
-
-  void mark() {
-    done_ = blocks_ * views_ == 0;
+        rows_(frame.homes[static_cast<size_t>(shard)]),
+        done_(rows_.empty() || views_ == 0),
+        counts_(static_cast<size_t>(2 * views_ + owners_ * (views_ + 2) + 1), 0) {
     if (done_) return;
-    const int64_t items = blocks_ * views_;
-    bits_ = Buffer<uint32_t>(items * kWarps, shard_);
-    block_count_ = Buffer<int32_t>(items + 1, shard_);
-    offset_ = Buffer<int64_t>(items + 1, shard_);
-    device_counts_ = Buffer<int64_t>(static_cast<int64_t>(counts_.size()), shard_);
-    zero_bytes(block_count_.data() + items, sizeof(int32_t), shard_);
-    mark_kernel<<<static_cast<unsigned>(blocks_), kThreads, 0, shard_stream(shard_)>>>(
-        row_source(frame_, shard_), bits_.data(), block_count_.data());
-    KERNEL_CHECK("project", shard_, rows());
-    room_ = rooms().of(shard_, rows() * views_);
+    if (rows_.size() > std::numeric_limits<int32_t>::max()) {
+      throw std::runtime_error("shard " + std::to_string(shard) + " holds " + std::to_string(rows_.size()) +
+                               " Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES");
+    }
+    room_ = record_rooms().of(shard, rows_.size() * views_);
+    candidate_room_ = candidate_rooms().of(shard, rows_.size());
   }
 
-  // Lists, records and counts, as far as there is room.
+  // Records and counts, as far as there is room.
   void fill() {
     if (done_) return;
-    const int64_t items = blocks_ * views_;
-    ShardRecords& out = frame_.shards[static_cast<size_t>(shard_)];
-    out.row.resize_discard(room_);
-    out.view.resize_discard(room_);
-    out.record.resize_discard(room_);
-    if (owners_ > 1) out.owner_mask.resize_discard(room_);
-    zero(device_counts_);
-    exclusive_sum(block_count_.data(), offset_.data(), items + 1, shard_);
+    const int64_t chunks = blocks_for(rows_.size(), kChunk);
+    const int64_t candidate_blocks = views_ * blocks_for(candidate_room_, kThreads);
+    const int64_t counts = static_cast<int64_t>(counts_.size());
+    Buffer<int32_t> candidate(views_ * candidate_room_, shard_);
+    scratch_ = Buffer<SumState>(1 + counts + views_ * chunks + candidate_blocks, shard_);
+    zero(scratch_);
+    SumState* const counters = scratch_.data() + 1;
+    SumState* const states = counters + counts;
+    const Candidates candidates{candidate.data(), counters, candidate_room_};
+    const RecordTarget target = make_target(counters + views_, states + views_ * chunks);
     const cudaStream_t stream = shard_stream(shard_);
-    list_kernel<<<static_cast<unsigned>(items), kThreads, 0, stream>>>(
-        bits_.data(), offset_.data(), blocks_, static_cast<int>(views_),
-        frame_.homes[static_cast<size_t>(shard_)].begin, room_, out.row.data(), out.view.data(),
-        device_counts_.data());
-    KERNEL_CHECK("project", shard_, rows());
-
-    auto* counters = reinterpret_cast<unsigned long long*>(device_counts_.data());
-    RecordTarget target{};
-    target.row = out.row.data();
-    target.view = out.view.data();
-    target.total = offset_.data() + items;
-    target.capacity = room_;
-    target.record = out.record.data();
-    target.owner_mask = owners_ > 1 ? out.owner_mask.data() : nullptr;
-    target.owners = owner_ends(frame_);
-    target.parcel = counters + views_ + 1;
-    target.pairs = target.parcel + owners_ * views_;
-    target.dropped = target.pairs + owners_;
-    target.bits = bits_.data();
-    target.block_count = block_count_.data();
-    target.blocks_a_view = blocks_;
-    launch_record_kernel(row_source(frame_, shard_), target, stream);
-    KERNEL_CHECK("project", shard_, room_);
+    const auto cull = views_ == 1 ? cull_kernel<true> : cull_kernel<false>;
+    cull<<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(cull_source(), candidates, states,
+                                                                 target.depth_histogram);
+    KERNEL_CHECK("project", shard_, rows_.size());
+    with_sh_degree(frame_.settings.sh_degree, [&](auto degree) {
+      const auto kernel =
+          frame_.replays ? record_kernel<degree.value, true> : record_kernel<degree.value, false>;
+      constexpr size_t kBytes = sizeof(float4) * kWarps * kStagedPieces<degree.value>;
+      CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kBytes}));
+      const unsigned blocks = persistent_blocks(kernel, kThreads, kBytes, candidate_blocks, shard_);
+      kernel<<<blocks, kThreads, kBytes, stream>>>(row_source(frame_, shard_), candidates, target);
+    });
+    KERNEL_CHECK("project", shard_, candidate_room_);
   }
 
   void ask(ReadBack& read_back) {
-    if (!done_) read_back.add(counts_.data(), device_counts_.data(), device_counts_.size(), shard_);
+    if (!done_)
+      read_back.add(counts_.data(), scratch_.data() + 1, static_cast<int64_t>(counts_.size()), shard_);
   }
 
   // With the counts on the host: true if nothing is left to do.
   bool finish() {
-    if (done_) {
-      take_counts();
-      return true;
-    }
-    const int64_t total = counts_[static_cast<size_t>(views_)];
-    if (total > room_ || counts_.back() > 0) {
+    if (!done_) {
+      int64_t total = 0, most_candidates = 0;
+      for (int64_t v = 0; v < views_; ++v) {
+        most_candidates = std::max(most_candidates, static_cast<int64_t>(counts_[static_cast<size_t>(v)]));
+        total += static_cast<int64_t>(counts_[static_cast<size_t>(views_ + v)]);
+      }
+      const bool filled = most_candidates <= candidate_room_ && total <= room_;
+      candidate_room_ = std::max(candidate_room_, most_candidates);
       room_ = std::max(room_, total);
-      return false;
+      if (!filled) return false;
+      done_ = true;
+      candidate_rooms().saw(shard_, most_candidates);
+      record_rooms().saw(shard_, total);
+      scratch_ = Buffer<SumState>();
     }
-    done_ = true;
-    rooms().saw(shard_, total);
     take_counts();
-    bits_ = Buffer<uint32_t>();
-    block_count_ = Buffer<int32_t>();
-    offset_ = Buffer<int64_t>();
-    device_counts_ = Buffer<int64_t>();
     return true;
   }
 
  private:
-  int64_t rows() const { return frame_.homes[static_cast<size_t>(shard_)].size(); }
+  CullSource cull_source() const {
+    const ShardConstants& constants = frame_.constants[static_cast<size_t>(shard_)];
+    CullSource in{};
+    in.means = frame_.columns.means;
+    in.scales = frame_.columns.scales;
+    in.opacities = frame_.columns.opacities;
+    in.state = frame_.state;
+    in.history = constants.history;
+    in.replays = frame_.replays;
+    in.view0 = math::make_cull_view(frame_.views[0]);
+    in.views = constants.views.data();
+    in.num_views = static_cast<int>(views_);
+    in.rows = rows_;
+    if (frame_.replays) {
+      const AdamHistory& steps = frame_.history;  // on the host
+      const auto farthest = [&](int column) {
+        const float* drift = steps.drift[column];
+        float most = 0.f;
+        for (int64_t i = 0; i <= steps.now - steps.base; ++i) most = std::max(most, std::fabs(drift[i]));
+        return in.moment_ratio * most;
+      };
+      in.moment_ratio = math::moment_ratio_bound(steps.beta1, steps.beta2, steps.eps);
+      in.margin = farthest(0);
+      in.scale_margin = farthest(2);
+    }
+    return in;
+  }
+
+  RecordTarget make_target(SumState* counters, SumState* state) {
+    ShardRecords& out = frame_.shards[static_cast<size_t>(shard_)];
+    out.row.resize_discard(room_);
+    out.view.resize_discard(room_);
+    out.record.resize_discard(room_);
+    RecordTarget target{};
+    target.room = room_;
+    target.row = out.row.data();
+    target.view = out.view.data();
+    target.record = out.record.data();
+    target.owners = owner_ends(frame_);
+    if (owners_ == 1) {
+      TileOwner& owner = frame_.owners[0];
+      owner.half_extent.resize_discard(2 * room_);
+      owner.cover.resize_discard(room_);
+      owner.depth_key.resize_discard(room_);
+      owner.depth_histogram.resize_discard(kDepthBins);
+      target.half_extent = reinterpret_cast<float2*>(owner.half_extent.data());
+      target.cover = owner.cover.data();
+      target.depth_key = owner.depth_key.data();
+      target.depth_histogram = owner.depth_histogram.data();
+    }
+    if (owners_ > 1) {
+      out.owner_mask.resize_discard(room_);
+      target.owner_mask = out.owner_mask.data();
+    }
+    target.records = counters;
+    target.parcel = counters + views_;
+    target.pairs = target.parcel + owners_ * views_;
+    target.patches = target.pairs + owners_;
+    target.largest_depth_key = target.patches + owners_;
+    target.state = state;
+    target.ticket = scratch_.data();
+    return target;
+  }
 
   void take_counts() {
     if (taken_) return;
     taken_ = true;
+    const SumState* const records = counts_.data() + views_;
+    const SumState* const parcels = records + views_;
+    const SumState* const pairs = parcels + owners_ * views_;
     ShardRecords& out = frame_.shards[static_cast<size_t>(shard_)];
-    out.view_begin.assign(counts_.begin(), counts_.begin() + views_ + 1);
+    const auto running_sums = [this](const SumState* count, std::vector<int64_t>& begin) {
+      begin.assign(1, 0);
+      for (int64_t v = 0; v < views_; ++v) begin.push_back(begin.back() + static_cast<int64_t>(count[v]));
+    };
+    running_sums(records, out.view_begin);
     out.count = out.view_begin.back();
-    if (out.record.owner() == shard_) {  // there were rows
+    if (!rows_.empty() && views_ > 0) {
       out.row.resize_discard(out.count);
       out.view.resize_discard(out.count);
       out.record.resize_discard(out.count);
       if (owners_ > 1) out.owner_mask.resize_discard(out.count);
     }
-    for (int64_t owner = 0; owner < owners_; ++owner) {
-      Parcel& parcel = frame_.parcels[static_cast<size_t>(shard_)][static_cast<size_t>(owner)];
-      if (owners_ == 1) {
-        parcel.view_begin = out.view_begin;
-      } else {
-        parcel.view_begin.assign(1, 0);
-        for (int64_t v = 0; v < views_; ++v) {
-          const int64_t count = counts_[static_cast<size_t>(views_ + 1 + owner * views_ + v)];
-          parcel.view_begin.push_back(parcel.view_begin.back() + count);
-        }
-      }
+    for (int64_t o = 0; o < owners_; ++o) {
+      Parcel& parcel = frame_.parcels[static_cast<size_t>(shard_)][static_cast<size_t>(o)];
+      TileOwner& owner = frame_.owners[static_cast<size_t>(o)];
+      running_sums(owners_ == 1 ? records : parcels + o * views_, parcel.view_begin);
       parcel.count = parcel.view_begin.back();
-      frame_.owners[static_cast<size_t>(owner)].pairs +=
-          counts_[static_cast<size_t>(views_ + 1 + owners_ * views_ + owner)];
+      owner.pairs += static_cast<int64_t>(pairs[o]);
+      owner.patch_pairs += static_cast<int64_t>(pairs[owners_ + o]);
+      owner.largest_depth_key = std::max(owner.largest_depth_key, static_cast<uint32_t>(pairs[2 * owners_]));
+      if (owners_ == 1) owner.half_extent.resize_discard(2 * out.count);
     }
   }
 
   Frame& frame_;
   int shard_;
-  int64_t views_, owners_, blocks_;
-  int64_t room_ = 0;
-  bool done_ = false, taken_ = false;
-  std::vector<int64_t> counts_;  // view_begin [views + 1], parcels [owners, views], pairs [owners], dropped
-  Buffer<uint32_t> bits_;
-  Buffer<int32_t> block_count_;
-  Buffer<int64_t> offset_;
-  Buffer<int64_t> device_counts_;
+  int64_t views_, owners_;
+  RowRange rows_;
+  bool done_, taken_ = false;
+  int64_t room_ = 0, candidate_room_ = 0;
+  // candidates [views], records [views], parcels [owners, views], pairs [owners], patches [owners], largest
+  // key
+  std::vector<SumState> counts_;
+  Buffer<SumState> scratch_;  // a ticket, the counts, states of the running sums
 };
-
-// ---- the way back
-
-struct GradTarget {
-  const int64_t* row;
-  const RecordGrad* grad;
-  RowRange records;
-  ColumnGrads columns;
-  bool with_columns;
-  double* view_sums;  // [blocks, 12]; null: not wanted
-};
-
-__device__ __forceinline__ void add_to(float* column, int64_t row, int width, const float* values) {
-  if (!column) return;
-  for (int i = 0; i < width; ++i) column[row * width + i] += values[i];
-}
-
-template <int kDegree>
-__global__ void __launch_bounds__(kThreads)
-    project_backward_kernel(const __grid_constant__ RowSource in, const __grid_constant__ GradTarget out,
-                            int v) {
-  constexpr int kCount = (kDegree + 1) * (kDegree + 1);
-  const int64_t r = out.records.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  float dL_dview[12] = {};
-  if (r < out.records.end) {
-    const int64_t row = out.row[r];
-    RowValues values;
-    in.load_geometry(row, values);
-    replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, kCount, values.sh);
-    RenderSettings settings = in.settings;
-    settings.sh_degree = kDegree;  // a constant, so that the arrays stay in registers
-    float dL_dmean[3] = {}, dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh[3 * kCount] = {};
-    const RecordGrad grad = load48(out.grad + r);
-    record_backward(in.views[v], settings, values, grad, dL_dmean, dL_dquat, dL_dlog_scale, dL_dlogit, dL_dsh,
-                    dL_dview);
-    if (out.with_columns) {
-      add_to(out.columns.means, row, 3, dL_dmean);
-      add_to(out.columns.quats, row, 4, dL_dquat);
-      add_to(out.columns.scales, row, 3, dL_dlog_scale);
-      add_to(out.columns.opacities, row, 1, &dL_dlogit);
-      add_to(out.columns.sh0, row, 3, dL_dsh);
-      if (out.columns.shN) {
-        float* rest = out.columns.shN + row * in.columns.sh_rest * 3;
-        for (int i = 3; i < 3 * kCount; ++i) rest[i - 3] += dL_dsh[i];
-      }
-    }
-  }
-  if (!out.view_sums) return;
-  __shared__ double warp_sums[kWarps][12];
-  for (int i = 0; i < 12; ++i) {
-    double sum = static_cast<double>(dL_dview[i]);
-    for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_down_sync(kAllLanes, sum, step);
-    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp][i] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x < 12) {
-    double sum = 0.0;
-    for (int warp = 0; warp < kWarps; ++warp) sum += warp_sums[warp][threadIdx.x];
-    out.view_sums[int64_t{blockIdx.x} * 12 + threadIdx.x] = sum;
-  }
-}
-
-// sums[i] = sum over blocks of part[block, i], i < 12; one block of threads, always in the same order.
-__global__ void __launch_bounds__(kThreads)
-    sum_views_kernel(const double* part, int64_t blocks, double* sums) {
-  __shared__ double partial[kThreads];
-  for (int i = 0; i < 12; ++i) {
-    double sum = 0.0;
-    for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += part[block * 12 + i];
-    partial[threadIdx.x] = sum;
-    __syncthreads();
-    for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (threadIdx.x < step) partial[threadIdx.x] += partial[threadIdx.x + step];
-      __syncthreads();
-    }
-    if (threadIdx.x == 0) sums[i] = partial[0];
-    __syncthreads();
-  }
-}
-
-template <typename... Arguments>
-void launch_project_backward_kernel(int degree, unsigned blocks, cudaStream_t stream,
-                                    const Arguments&... arguments) {
-  switch (degree) {
-    case 0:
-      project_backward_kernel<0><<<blocks, kThreads, 0, stream>>>(arguments...);
-      break;
-    case 1:
-      project_backward_kernel<1><<<blocks, kThreads, 0, stream>>>(arguments...);
-      break;
-    case 2:
-      project_backward_kernel<2><<<blocks, kThreads, 0, stream>>>(arguments...);
-      break;
-    default:
-      project_backward_kernel<3><<<blocks, kThreads, 0, stream>>>(arguments...);
-      break;
-  }
-}
 
 }  // namespace
 
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard) {
+namespace {
+
+// The arrays behind a history, one after the other, in `packed`; the result points to where they will be,
+// behind `base`.
+AdamHistory pack_history(const AdamHistory& history, const float* base, std::vector<float>& packed) {
   AdamHistory out = history;
   const int64_t length = history.now - history.base;
-  std::vector<float> packed;
-  std::vector<std::pair<const float**, size_t>> places;  // where each array starts
   const auto pack = [&](const float*& array, int64_t count) {
-    places.emplace_back(&array, packed.size());
-    packed.insert(packed.end(), array, array + count);
+    const float* const from = array;
+    array = base + packed.size();
+    packed.insert(packed.end(), from, from + count);
   };
+  packed.reserve(packed.size() + static_cast<size_t>((3 * kColumns + 4) * (length + 1)));
   for (int column = 0; column < kColumns; ++column) {
     pack(out.step_size[column], length);
     pack(out.drift[column], length + 1);
@@ -499,21 +615,42 @@ AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int
   pack(out.beta1_power, length + 1);
   pack(out.beta2_power, length + 1);
   if (out.noise_var) pack(out.noise_var, length + 1);
-  steps = Buffer<float>(static_cast<int64_t>(packed.size()), shard);
-  upload(steps.data(), packed.data(), steps.size(), shard);
-  for (const auto& [array, first] : places) *array = steps.data() + first;
   return out;
 }
 
-void upload_constants(Frame& frame) {
+int64_t history_floats(const AdamHistory& history) {
+  const int64_t length = history.now - history.base, arrays = 2 * kColumns + 2 + (history.noise_var ? 1 : 0);
+  return (kColumns + 1) * length + arrays * (length + 1);
+}
+
+}  // namespace
+
+AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard) {
+  std::vector<float> packed;
+  steps = Buffer<float>(history_floats(history), shard);
+  const AdamHistory out = pack_history(history, steps.data(), packed);
+  upload(steps.data(), packed.data(), steps.size(), shard);
+  return out;
+}
+
+void upload_constants(Frame& frame) {  // views and history in one piece
   frame.constants.clear();
   frame.constants.resize(frame.homes.size());
+  const size_t views = frame.views.size();
+  std::vector<float> packed;
   for (size_t shard = 0; shard < frame.homes.size(); ++shard) {
     ShardConstants& constants = frame.constants[shard];
-    const int owner = static_cast<int>(shard);
-    constants.views = Buffer<View>(static_cast<int64_t>(frame.views.size()), owner);
-    upload(constants.views.data(), frame.views.data(), constants.views.size(), owner);
-    if (frame.replays) constants.history = upload_history(frame.history, constants.steps, owner);
+    const int64_t bytes =
+        static_cast<int64_t>(views * sizeof(View)) + (frame.replays ? 4 * history_floats(frame.history) : 0);
+    constants.views = Buffer<View>((bytes + sizeof(View) - 1) / sizeof(View), static_cast<int>(shard));
+    packed.assign(views * sizeof(View) / sizeof(float), 0.f);
+    std::memcpy(packed.data(), frame.views.data(), views * sizeof(View));
+    if (frame.replays) {
+      constants.history =
+          pack_history(frame.history, reinterpret_cast<const float*>(constants.views.data()), packed);
+    }
+    upload(reinterpret_cast<float*>(constants.views.data()), packed.data(),
+           static_cast<int64_t>(packed.size()), static_cast<int>(shard));
   }
 }
 
@@ -529,7 +666,15 @@ void project(Frame& frame) {
   frame.parcels.clear();
   frame.parcels.resize(shards);
   for (auto& from_home : frame.parcels) from_home.resize(frame.owners.size());
-  for (TileOwner& owner : frame.owners) owner.pairs = 0;
+  for (size_t o = 0; o < frame.owners.size(); ++o) {
+    TileOwner& owner = frame.owners[o];
+    owner.pairs = owner.patch_pairs = 0;
+    owner.largest_depth_key = 0;
+    owner.half_extent = Buffer<float>(0, static_cast<int>(o));
+    owner.cover = Buffer<TileCover>(0, static_cast<int>(o));
+    owner.depth_key = Buffer<uint32_t>(0, static_cast<int>(o));
+    owner.depth_histogram = Buffer<SumState>(0, static_cast<int>(o));
+  }
 
   std::vector<ShardProjection> work;
   work.reserve(shards);
@@ -542,7 +687,6 @@ void project(Frame& frame) {
     out.owner_mask = Buffer<uint32_t>(0, owner);
     work.emplace_back(frame, owner);
   }
-  for_each_shard("project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].mark(); });
   for (bool done = false; !done;) {
     for_each_shard("project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].fill(); });
     ReadBack read_back;  // the one of the whole step
@@ -550,49 +694,6 @@ void project(Frame& frame) {
     read_back.wait();
     done = true;
     for (ShardProjection& part : work) done &= part.finish();
-  }
-}
-
-void project_backward(const Frame& frame, const ColumnGrads* columns, double* dL_dviewmat) {
-  JoinedOperator joined;
-  const int64_t views = static_cast<int64_t>(frame.views.size());
-  const size_t shards = frame.homes.size();
-  std::vector<Buffer<double>> sums(shards);
-  for_each_shard("project_backward", [&](const Shard& shard) {
-    const ShardRecords& in = frame.shards[static_cast<size_t>(shard.index)];
-    if (in.count == 0 || in.grad.size() == 0) return;
-    const cudaStream_t stream = shard_stream(shard.index);
-    Buffer<double>& view_sums = sums[static_cast<size_t>(shard.index)];
-    if (dL_dviewmat) {
-      view_sums = Buffer<double>(views * 12, shard.index);
-      zero(view_sums);
-    }
-    for (int64_t v = 0; v < views; ++v) {  // in turn: a row seen twice gets its sums in the order of views
-      const RowRange records{in.view_begin[static_cast<size_t>(v)],
-                             in.view_begin[static_cast<size_t>(v + 1)]};
-      if (records.empty()) continue;
-      const unsigned blocks = blocks_for(records.size(), kThreads);
-      Buffer<double> part(dL_dviewmat ? int64_t{blocks} * 12 : 0, shard.index);
-      const GradTarget target{in.row.data(),      in.grad.data(), records, columns ? *columns : ColumnGrads{},
-                              columns != nullptr, part.data()};
-      launch_project_backward_kernel(frame.settings.sh_degree, blocks, stream, row_source(frame, shard.index),
-                                     target, static_cast<int>(v));
-      KERNEL_CHECK("project_backward", shard.index, records.size());
-      if (!dL_dviewmat) continue;
-      sum_views_kernel<<<1, kThreads, 0, stream>>>(part.data(), blocks, view_sums.data() + v * 12);
-      KERNEL_CHECK("project_backward", shard.index, records.size());
-    }
-  });
-  if (!dL_dviewmat) return;
-  std::fill_n(dL_dviewmat, views * 12, 0.0);
-  std::vector<std::vector<double>> host(shards, std::vector<double>(static_cast<size_t>(views * 12), 0.0));
-  ReadBack read_back;
-  for (size_t shard = 0; shard < shards; ++shard) {
-    read_back.add(host[shard].data(), sums[shard].data(), sums[shard].size(), static_cast<int>(shard));
-  }
-  read_back.wait();
-  for (size_t shard = 0; shard < shards; ++shard) {
-    for (int64_t i = 0; i < views * 12; ++i) dL_dviewmat[i] += host[shard][static_cast<size_t>(i)];
   }
 }
 

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "math/cull.h"
 #include "math/gaussian.h"
 #include "math/patch.h"
 #include "math/relocation.h"
@@ -157,7 +158,8 @@ void fill_row(Table& table, int64_t row, uint64_t seed, float log_scale, bool od
   for (int c = 0; c < kColumns; ++c) {
     for (int i = 0; i < kFloats[c]; ++i) {
       const size_t at = static_cast<size_t>(row * kFloats[c] + i);
-      table.exp_avg[c][at] = silent ? 0.f : 1e-4f * random.normal();
+      // |exp_avg| is at most 6.3 roots of exp_avg_sq: Adam's own moments reach 7.3 (math/cull.h)
+      table.exp_avg[c][at] = silent ? 0.f : 1e-4f * std::clamp(random.normal(), -2.f, 2.f);
       table.exp_avg_sq[c][at] = silent ? 0.f : 1e-8f * (0.1f + random.unit());
     }
   }
@@ -273,9 +275,7 @@ std::vector<int32_t> received_view(const Frame& frame, size_t owner) {
                                  : to_vector(frame.owners[owner].view);
 }
 std::vector<int32_t> entries(const Frame& frame, size_t owner) {
-  std::vector<int32_t> out = to_vector(frame.owners[owner].entry_record);
-  for (const TileEntry& entry : to_vector(frame.owners[owner].entry)) out.push_back(entry.record);
-  return out;
+  return to_vector(frame.owners[owner].entry_record);
 }
 
 template <typename Visit>
@@ -342,6 +342,43 @@ void check_project(const std::string& name, const Frame& frame, Table& table, co
   report(name + " project", "depth rel L2", depth.relative(), 1e-5);
 }
 
+// Half extents, and the bound of the patches that blend's cull can meet (frame.h), counted one by one.
+void check_extents(const std::string& name, const Frame& frame, const TileOwner& owner,
+                   const std::vector<Record>& records, const std::vector<int32_t>& record_view,
+                   const std::vector<std::vector<std::pair<float, int32_t>>>& lists) {
+  const std::vector<float> half = to_vector(owner.half_extent);
+  double short_by = 0, long_by = 0;
+  for (size_t i = 0; i < records.size(); ++i) {
+    math::TileEllipse ellipse;
+    if (!math::make_tile_ellipse(records[i].mean2d, records[i].conic, records[i].opacity, ellipse)) continue;
+    for (const auto& [got, want] :
+         {std::pair{half[2 * i], ellipse.half_width}, {half[2 * i + 1], ellipse.half_height}}) {
+      short_by = std::max(short_by, want - static_cast<double>(got));
+      long_by = std::max(long_by, static_cast<double>(got) / want - 1.0);
+    }
+  }
+  int64_t patches = 0;
+  for (size_t t = 0; t < lists.size(); ++t) {
+    for (const auto& [depth, r] : lists[t]) {
+      const View& view = frame.views[static_cast<size_t>(record_view[r])];
+      const int64_t local = owner.tiles.begin + static_cast<int64_t>(t) - view.tile_begin;
+      const float x0 = static_cast<float>(local % view.tiles_x * kTileSize),
+                  y0 = static_cast<float>(local / view.tiles_x * kTileSize);
+      for (int patch = 0; patch < 8; ++patch) {  // the cull of blend.cu
+        const float x = x0 + static_cast<float>(patch % 2 * 8 + 4),
+                    y = y0 + static_cast<float>(patch / 2 * 4 + 2);
+        patches += std::fabs(records[r].mean2d[0] - x) <= half[2 * r] * 1.000001f + 3.5f + 0.01f &&
+                   std::fabs(records[r].mean2d[1] - y) <= half[2 * r + 1] * 1.000001f + 1.5f + 0.01f;
+      }
+    }
+  }
+  const double bound = static_cast<double>(owner.patch_pairs), met = static_cast<double>(patches);
+  report(name + " bin", "half extents short by", short_by, 0);
+  report(name + " bin", "half extents too long", long_by, 1e-5);
+  report(name + " bin", "patches above bound", met - bound, 0);
+  report(name + " bin", "bound above patches", bound - met, 20 + 0.05 * met);
+}
+
 void check_exchange_and_bin(const std::string& name, const Frame& frame) {
   int64_t wrong_records = 0, wrong_pairs = 0, pairs = 0, order = 0;
   for (size_t o = 0; o < frame.owners.size(); ++o) {
@@ -376,6 +413,10 @@ void check_exchange_and_bin(const std::string& name, const Frame& frame) {
     }
     const std::vector<int32_t> entry = entries(frame, o);
     const std::vector<int64_t> begin = to_vector(owner.tile_begin);
+    if (begin.front() != 0 || begin.back() != static_cast<int64_t>(entry.size()) ||
+        owner.pairs != static_cast<int64_t>(entry.size()))
+      ++wrong_pairs;
+    check_extents(name, frame, owner, got, got_view, lists);
     for (size_t tile = 0; tile < lists.size(); ++tile) {
       auto& list = lists[tile];
       std::stable_sort(list.begin(), list.end(),
@@ -849,6 +890,89 @@ void check_scene(int64_t rows, int views, int width, int height, bool replay, bo
   if (degree != 2) check_step(name, {&frame}, table, history);
 }
 
+// Projection and lists alone, where sizes take other ways: sorts of many items, tiles that need wide keys,
+// records of thousands of tiles, columns that are not aligned to 16 bytes. Few rows of `fresh` in 16 are up
+// to date.
+void check_lists(int64_t rows, int views, int width, int height, float log_scale, bool shifted, int fresh,
+                 int degree) {
+  char name[160];
+  std::snprintf(name, sizeof name, "[%d shards, %lld rows, %d x %dx%d, lists%s, sh%d]", mesh().size(),
+                static_cast<long long>(rows), views, width, height, shifted ? ", shifted" : "", degree);
+  History history = make_history(12);
+  const AdamHistory past = history.view();
+  Table table = make_table(rows, 3 + rows, log_scale, true, past.base, past.now);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (row % 16 < fresh) table.last_step[row] = static_cast<int32_t>(past.now);
+  }
+  table.send();
+  Frame frame = make_frame(table, make_views(views, width, height), &history, degree, false, false);
+  std::vector<Buffer<float>> moved;
+  if (shifted) {
+    float** const columns[] = {&frame.columns.means,     &frame.columns.quats, &frame.columns.scales,
+                               &frame.columns.opacities, &frame.columns.sh0,   &frame.columns.shN};
+    for (int c = 0; c < kColumns; ++c) {
+      moved.emplace_back(static_cast<int64_t>(table.column[c].size()) + 1 + c % 3, 0);
+      *columns[c] = moved.back().data() + 1 + c % 3;
+      upload(*columns[c], table.column[c].data(), static_cast<int64_t>(table.column[c].size()), 0);
+    }
+  }
+  assign_tiles(frame);
+  run_project(frame);
+  exchange_records(frame);
+  bin_records(frame);
+  check_project(name, frame, table, &past);
+  check_exchange_and_bin(name, frame);
+}
+
+// math/cull.h on the host: nothing that project_gaussian sees is rejected, wherever within its margin the row
+// was.
+void check_cull() {
+  std::mt19937_64 engine(17);
+  std::normal_distribution<float> normal;
+  std::uniform_real_distribution<float> unit(0.f, 1.f);
+  int64_t lost = 0, seen = 0, rejected = 0, total = 0;
+  for (int scene = 0; scene < 400; ++scene) {
+    float quat[4], rotation[9], norm = 0;
+    for (float& q : quat) q = normal(engine), norm += q * q;
+    for (float& q : quat) q /= std::sqrt(norm);
+    math::rotation_from_unit_quat(quat, rotation);
+    const float far = std::pow(10.f, 3 * unit(engine) - 1.5f);
+    float viewmat[16] = {};
+    for (int i = 0; i < 3; ++i) {
+      for (int j = 0; j < 3; ++j) viewmat[4 * i + j] = rotation[3 * i + j];
+      viewmat[4 * i + 3] = far * normal(engine) * (i < 2 ? 0.3f : 1.f);
+    }
+    const int width = 1 + static_cast<int>(std::pow(2.f, 13 * unit(engine))),
+              height = 1 + static_cast<int>(std::pow(2.f, 13 * unit(engine)));
+    const double focal = std::max(width, height) * (0.3 + 2 * unit(engine));
+    const View view = make_view(viewmat, focal, focal * (0.8 + 0.4 * unit(engine)),
+                                width * (scene % 5 ? 0.5 : 2.0 * unit(engine) - 0.5),
+                                height * (scene % 7 ? 0.5 : 2.0 * unit(engine) - 0.5), width, height, 0);
+    const math::CullView cull = math::make_cull_view(view);
+    const float log_scale = std::log(far) - 1 - 6 * unit(engine);
+    for (int i = 0; i < 2000; ++i, ++total) {
+      float mean[3], stored[3], log_scales[3], q[4];
+      const float margin = i % 3 ? far * 0.02f * unit(engine) : 0.f;
+      for (int k = 0; k < 3; ++k) {
+        mean[k] = far * normal(engine);
+        stored[k] = mean[k] + margin * (2 * unit(engine) - 1) * 0.999f;
+        log_scales[k] = log_scale + 2 * normal(engine);
+      }
+      for (float& value : q) value = normal(engine);
+      math::Projected p;
+      const bool unseen =
+          math::surely_unseen(cull, stored, std::max({log_scales[0], log_scales[1], log_scales[2]}), margin);
+      const bool visible = math::project_gaussian(view, mean, q, log_scales, 6 * normal(engine), false, p);
+      lost += visible && unseen;
+      seen += visible;
+      rejected += unseen;
+    }
+  }
+  report("cull", "visible rows rejected", static_cast<double>(lost), 0);
+  report("cull", "invisible rows kept", static_cast<double>(total - seen - rejected),
+         0.3 * static_cast<double>(total - seen));
+}
+
 // Two frames in one step.
 void check_two_frames(int64_t rows) {
   History history = make_history(5);
@@ -1276,6 +1400,7 @@ void check_small(const std::vector<std::string>& names) {
   set_mesh(names);
   check_scene(17, 1, 61, 47, false, true, true, 3);
   check_scene(700, 2, 70, 50, true, false, false, 3);
+  check_lists(800, 2, 300, 200, -0.5f, true, 4, 3);
   check_two_frames(300);
   check_loss(40, 50, true, true, 0.2f);
   check_relocation(2000);
@@ -1302,6 +1427,10 @@ void check_all(const std::vector<std::string>& names) {
   check_scene(50000, 1, 400, 300, true, false, false, 3, false);
   check_scene(20000, 1, 40, 30, false, false, false, 3);  // thousands of records a tile
   check_scene(50000, 2, 320, 240, false, true, true, 2);
+  check_lists(17, 3, 70, 50, -3.f, true, 8, 3);
+  check_lists(600, 2, 1300, 1100, -0.5f, true, 0, 2);
+  check_lists(20000, 1, 4300, 4300, -4.f, false, 16, 1);
+  if (mesh().size() == 1) check_lists(900000, 1, 1000, 700, -4.5f, false, 12, 0);
   check_two_frames(4000);
   check_losses();
   check_relocation(17);
@@ -1330,6 +1459,7 @@ int main(int count, char** arguments) {
         check_all(std::vector<std::string>(arguments + 2, arguments + count));
       } else {
         check_patches(200000);
+        check_cull();
         for (const int shards : {1, 3, 4}) check_all(virtual_shards(shards));
         check_meshes();
         check_loss_meshes();

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// look_back.h: running sums over the blocks of one launch, in one pass (decoupled look-back, Merrill and
+// Garland 2016). The blocks before a block must have started.
+#pragma once
+#include <cstdint>
+
+#include "splat/kernels.h"
+
+namespace mgpu::splat {
+
+// One word a block (or a block and a bin), zero before the launch: what it holds, and a 62-bit count.
+using SumState = unsigned long long;
+constexpr SumState kOwnSum = SumState{1} << 62;      // the count of the block
+constexpr SumState kRunningSum = SumState{2} << 62;  // of it and all before
+constexpr SumState kCountMask = kOwnSum - 1;
+
+// The count travels in the word that says that it is there, so no fence is needed.
+__device__ __forceinline__ SumState load_state(const SumState* state) {
+  SumState value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(state) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_state(SumState* state, SumState value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(state), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ int64_t warp_sum(int64_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
+// By one whole warp of block `index`: the sum of the counts of the blocks before it.
+__device__ __forceinline__ int64_t sum_of_blocks_before(SumState* state, int64_t index, int64_t count) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0)
+    store_state(state + index, (index == 0 ? kRunningSum : kOwnSum) | static_cast<SumState>(count));
+  if (index == 0) return 0;
+  int64_t before = 0;
+  for (int64_t nearest = index - 1;; nearest -= kWarp) {
+    const int64_t at = nearest - lane;
+    SumState word = kRunningSum;
+    if (at >= 0) {
+      do word = load_state(state + at);
+      while (word == 0);
+    }
+    const unsigned complete = __ballot_sync(kAllLanes, word >= kRunningSum);
+    const int last = complete ? __ffs(complete) - 1 : kWarp - 1;
+    before += warp_sum(lane <= last ? static_cast<int64_t>(word & kCountMask) : 0);
+    if (complete) break;
+  }
+  if (lane == 0) store_state(state + index, kRunningSum | static_cast<SumState>(before + count));
+  return before;
+}
+
+// Blocks that fill the GPU of `shard` with `kernel`, but at most `wanted`.
+template <typename Kernel>
+unsigned persistent_blocks(Kernel kernel, int threads, size_t shared_bytes, int64_t wanted, int shard) {
+  int processors = 0, blocks = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(shard)));
+  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+  const int64_t most = int64_t{blocks > 0 ? blocks : 1} * processors;
+  return static_cast<unsigned>(wanted < most ? wanted : most);
+}
+
+}  // namespace mgpu::splat
