@@ -27,10 +27,23 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int kStepThreads = 128;
+#ifndef TOGETHER
+#define TOGETHER 2
+#define BLOCKS 8
+#endif
+#ifndef LDPOLICY
+#define LDPOLICY 0
+#endif
+#ifndef STPOLICY
+#define STPOLICY 1
+#endif
+#ifndef PREFETCH
+#define PREFETCH 0
+#endif
+constexpr int kStepThreads = 64;
 constexpr int kStepWarps = kStepThreads / kWarp;
-constexpr int kStepBlocks = 4;       // on an SM; a fifth would cost spills
-constexpr int kTogether = 2;         // loads of so many rows a lane are on their way together
+constexpr int kStepBlocks = BLOCKS;  // on an SM; a fifth would cost spills
+constexpr int kTogether = TOGETHER;  // loads of so many rows a lane are on their way together
 constexpr int kGeometryFloats = 14;  // of a row: all columns but shN
 
 // The records of one view of one frame on one shard: ascending by row.
@@ -76,7 +89,10 @@ struct StepInput {
 template <int kRest>
 struct WarpRoom {
   static constexpr int kFloats = 3 * kRest, kStride = kFloats | 1;  // odd: no bank conflicts, lane = row
-  float exp_avg[kGeometryFloats][kWarp], exp_avg_sq[kGeometryFloats][kWarp];
+  static constexpr int kGeometryStride = 3 * kGeometryFloats | 1;
+  int64_t row[kWarp];  // -1: none
+  // All but the higher SH, by row: parameters, first moments, second moments.
+  float geometry[kWarp * kGeometryStride];
   // Of the higher SH by row: the gradient before phase 2, the coefficient before the step after it.
   float rest[kRest > 0 ? kWarp * kStride : 1];
   // What a row's higher SH missed.
@@ -91,23 +107,44 @@ __device__ constexpr int first_float(int column) {
   return first[column];
 }
 
-template <int kRest>
-__device__ __forceinline__ void fetch_moments(const AdamState& state, int64_t row, int lane,
-                                              WarpRoom<kRest>& room) {
-  const auto fetch = [&](int column, int size) {
-    for (int i = 0; i < size; ++i) {
-      const int k = first_float(column) + i;
-      __pipeline_memcpy_async(&room.exp_avg[k][lane], state.exp_avg[column] + size * row + i, sizeof(float));
-      __pipeline_memcpy_async(&room.exp_avg_sq[k][lane], state.exp_avg_sq[column] + size * row + i,
-                              sizeof(float));
+// Calls visit(row in the warp, component, offset in the column), neighbouring lanes on neighbouring floats.
+template <int kSize, typename Visit>
+__device__ __forceinline__ void for_each_component(const int64_t* row, int lane, const Visit& visit) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const int f = lane + j * kWarp, r = f / kSize, i = f % kSize;
+    if (row[r] >= 0) visit(r, i, row[r] * kSize + i);
+  }
+}
+
+// Calls visit(place in shared memory, address in the table) for each float of the columns of `kSize` floats:
+// parameter and both moments.
+template <int kSize, int kRest, typename Visit>
+__device__ __forceinline__ void for_each_float_of_size(const StepInput& in, WarpRoom<kRest>& room, int lane,
+                                                       const Visit& visit) {
+  for_each_component<kSize>(room.row, lane, [&](int r, int i, int64_t offset) {
+    const auto column = [&](int c, float* data) {
+      float* place = room.geometry + r * WarpRoom<kRest>::kGeometryStride + first_float(c) + i;
+      visit(place, data + offset);
+      visit(place + kGeometryFloats, in.state.exp_avg[c] + offset);
+      visit(place + 2 * kGeometryFloats, in.state.exp_avg_sq[c] + offset);
+    };
+    if constexpr (kSize == 1) column(3, in.columns.opacities);
+    if constexpr (kSize == 4) column(1, in.columns.quats);
+    if constexpr (kSize == 3) {
+      column(0, in.columns.means);
+      column(2, in.columns.scales);
+      column(4, in.columns.sh0);
     }
-  };
-  fetch(0, 3);
-  fetch(1, 4);
-  fetch(2, 3);
-  fetch(3, 1);
-  fetch(4, 3);
-  __pipeline_commit();
+  });
+}
+
+template <int kRest, typename Visit>
+__device__ __forceinline__ void for_each_geometry_float(const StepInput& in, WarpRoom<kRest>& room, int lane,
+                                                        const Visit& visit) {
+  for_each_float_of_size<3>(in, room, lane, visit);
+  for_each_float_of_size<4>(in, room, lane, visit);
+  for_each_float_of_size<1>(in, room, lane, visit);
 }
 
 // ---- one column of the lane's row
@@ -116,40 +153,36 @@ struct LaneRow {
   int64_t row, last;
   bool behind;           // has missed steps
   float power1, power2;  // of the betas, to the number of missed steps
+  float* geometry;       // its part of WarpRoom::geometry
 };
 
 // Parameters of the row after the steps that it missed.
-template <int kSize, int kRest>
+template <int kSize>
 __device__ __forceinline__ void load_column(const StepInput& in, const LaneRow& mine, int column,
-                                            const float* data, int lane, const WarpRoom<kRest>& room,
                                             float* parameter) {
-  for (int i = 0; i < kSize; ++i) parameter[i] = data[kSize * mine.row + i];
+  const float* from = mine.geometry + first_float(column);
+  for (int i = 0; i < kSize; ++i) parameter[i] = from[i];
   if (!mine.behind) return;
   float m[kSize], v[kSize];
-  for (int i = 0; i < kSize; ++i) m[i] = room.exp_avg[first_float(column) + i][lane];
-  for (int i = 0; i < kSize; ++i) v[i] = room.exp_avg_sq[first_float(column) + i][lane];
+  for (int i = 0; i < kSize; ++i) m[i] = from[kGeometryFloats + i];
+  for (int i = 0; i < kSize; ++i) v[i] = from[2 * kGeometryFloats + i];
   replay_components(in.history, column, mine.last, kSize, m, v, parameter);
 }
 
-// One step; the moments go to the table.
-template <int kSize, int kRest>
+// One step, to where the column came from. `noise` is added after it.
+template <int kSize>
 __device__ __forceinline__ void step_column(const StepInput& in, const math::AdamConstants& constants,
-                                            const LaneRow& mine, int column, int lane,
-                                            const WarpRoom<kRest>& room, const float* gradient,
+                                            const LaneRow& mine, int column, const float* gradient,
                                             float* parameter) {
+  float* to = mine.geometry + first_float(column);
   for (int i = 0; i < kSize; ++i) {
-    float m = room.exp_avg[first_float(column) + i][lane] * mine.power1;
-    float v = room.exp_avg_sq[first_float(column) + i][lane] * mine.power2;
+    float m = to[kGeometryFloats + i] * mine.power1, v = to[2 * kGeometryFloats + i] * mine.power2;
     math::adam_step(constants, in.now.step_size[column], in.now.inv_sqrt_bc2, gradient[i], parameter[i], m,
                     v);
-    in.state.exp_avg[column][kSize * mine.row + i] = m;
-    in.state.exp_avg_sq[column][kSize * mine.row + i] = v;
+    to[i] = parameter[i];
+    to[kGeometryFloats + i] = m;
+    to[2 * kGeometryFloats + i] = v;
   }
-}
-
-template <int kSize>
-__device__ __forceinline__ void store_column(float* data, int64_t row, const float* parameter) {
-  for (int i = 0; i < kSize; ++i) data[kSize * row + i] = parameter[i];
 }
 
 // ---- colour
@@ -165,67 +198,114 @@ __device__ __forceinline__ float direction_to(const View& view, const float mean
   return math::normalize3(direction, unit);
 }
 
-// ---- the higher SH: several lanes a row, three floats a lane
+// ---- the higher SH: several lanes a row
+
+__device__ __forceinline__ float load_once(const float* from) {
+#if LDPOLICY == 0
+  return *from;
+#elif LDPOLICY == 1
+  return __ldcs(from);
+#else
+  float value;
+  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+#endif
+}
+__device__ __forceinline__ void store_once(float* to, float value) {
+#if STPOLICY == 0
+  *to = value;
+#else
+  __stcs(to, value);
+#endif
+}
+
+// Which floats of a row a lane has: windows of kLanes floats that start where a sector of memory does, so
+// that no sector is touched twice.
+template <int kRest>
+struct RowWindows {
+  static constexpr int kFloats = 3 * kRest;
+  static constexpr int kLanes = kRest > 8 ? 16 : kRest > 3 ? 8 : 4;
+  static constexpr int kRows = kWarp / kLanes;  // at a time
+  static constexpr int kSector = kLanes < 8 ? kLanes : 8;
+  static constexpr int kMaxShift = kFloats % kSector == 0 ? 0 : kSector - 1;
+  static constexpr int kCount = (kFloats + kMaxShift + kLanes - 1) / kLanes;
+
+  int64_t first;  // of the row's floats in the column; negative: no row
+  int begin;      // the lane's float of window 0, from the row's first
+
+  __device__ __forceinline__ RowWindows(int64_t row, int lane) {
+    first = row * kFloats;
+    begin = lane % kLanes - static_cast<int>(first & kMaxShift);
+  }
+  __device__ __forceinline__ bool has(int w) const {
+    return first >= 0 && static_cast<unsigned>(begin + w * kLanes) < static_cast<unsigned>(kFloats);
+  }
+};
 
 template <int kRest, bool kMissed>
-__device__ __forceinline__ void step_rest(const StepInput& in, const math::AdamConstants& constants,
-                                          int64_t row, int lane, WarpRoom<kRest>& room) {
-  using Room = WarpRoom<kRest>;
-  constexpr int kLanes = kRest > 8 ? 16 : kRest > 3 ? 8 : 4;
-  constexpr int kRows = kWarp / kLanes;
-  const int part = lane % kLanes;
-  const auto has = [&](int j) { return part + j * kLanes < Room::kFloats; };
+__device__ __forceinline__ void step_rest(const StepInput& in, const math::AdamConstants& constants, int lane,
+                                          WarpRoom<kRest>& room) {
+  using Windows = RowWindows<kRest>;
 #pragma unroll 1
-  for (int first = 0; first < kWarp; first += kRows * kTogether) {
-    float value[kTogether][3], m[kTogether][3], v[kTogether][3];
-    int64_t at[kTogether];
+  for (int first = 0; first < kWarp; first += Windows::kRows * kTogether) {
+    float value[kTogether][Windows::kCount], m[kTogether][Windows::kCount], v[kTogether][Windows::kCount];
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) {
-      const int64_t row_there = __shfl_sync(kAllLanes, row, first + t * kRows + lane / kLanes);
-      at[t] = row_there < 0 ? -1 : row_there * Room::kFloats + part;
+      const Windows windows(room.row[first + t * Windows::kRows + lane / Windows::kLanes], lane);
+      const int64_t at = windows.first + windows.begin;
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const bool held = at[t] >= 0 && has(j);
-        value[t][j] = held ? __ldcs(in.columns.shN + at[t] + j * kLanes) : 0.f;
-        m[t][j] = held ? __ldcs(in.state.exp_avg[kShColumn] + at[t] + j * kLanes) : 0.f;
-        v[t][j] = held ? __ldcs(in.state.exp_avg_sq[kShColumn] + at[t] + j * kLanes) : 0.f;
+      for (int w = 0; w < Windows::kCount; ++w) {
+        const bool has = windows.has(w);
+        value[t][w] = has ? load_once(in.columns.shN + at + w * Windows::kLanes) : 0.f;
+        m[t][w] = has ? load_once(in.state.exp_avg[kShColumn] + at + w * Windows::kLanes) : 0.f;
+        v[t][w] = has ? load_once(in.state.exp_avg_sq[kShColumn] + at + w * Windows::kLanes) : 0.f;
       }
     }
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) {
-      const int r = first + t * kRows + lane / kLanes;
+      const int r = first + t * Windows::kRows + lane / Windows::kLanes;
       if constexpr (kMissed) {
         const int last = room.last_step[r];
         if (last < in.history.now) {
           const float4 drift = room.drift[r];
           const float closed_from = room.closed_from[r];
 #pragma unroll
-          for (int j = 0; j < 3; ++j) {
-            if (math::closed_form_holds(closed_from, m[t][j], v[t][j]))
-              value[t][j] -= math::missed_drift(constants.eps, drift.x, drift.y, m[t][j], v[t][j]);
+          for (int w = 0; w < Windows::kCount; ++w) {
+            if (math::closed_form_holds(closed_from, m[t][w], v[t][w]))
+              value[t][w] -= math::missed_drift(constants.eps, drift.x, drift.y, m[t][w], v[t][w]);
             else
-              value[t][j] = replay_slowly(in.history, kShColumn, last, value[t][j], m[t][j], v[t][j]);
-            m[t][j] *= drift.z;
-            v[t][j] *= drift.w;
+              value[t][w] = replay_slowly(in.history, kShColumn, last, value[t][w], m[t][w], v[t][w]);
+            m[t][w] *= drift.z;
+            v[t][w] *= drift.w;
           }
         }
       }
+      const Windows windows(room.row[r], lane);
+      const int64_t at = windows.first + windows.begin;
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        if (!has(j)) continue;
-        float& shared = room.rest[r * Room::kStride + part + j * kLanes];
+      for (int w = 0; w < Windows::kCount; ++w) {
+        if (!windows.has(w)) continue;
+        float& shared = room.rest[r * WarpRoom<kRest>::kStride + windows.begin + w * Windows::kLanes];
         const float gradient = shared;
-        shared = value[t][j];
-        math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value[t][j],
-                        m[t][j], v[t][j]);
-        if (at[t] < 0) continue;
-        __stcs(in.columns.shN + at[t] + j * kLanes, value[t][j]);
-        __stcs(in.state.exp_avg[kShColumn] + at[t] + j * kLanes, m[t][j]);
-        __stcs(in.state.exp_avg_sq[kShColumn] + at[t] + j * kLanes, v[t][j]);
+        shared = value[t][w];
+        math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value[t][w],
+                        m[t][w], v[t][w]);
+        store_once(in.columns.shN + at + w * Windows::kLanes, value[t][w]);
+        store_once(in.state.exp_avg[kShColumn] + at + w * Windows::kLanes, m[t][w]);
+        store_once(in.state.exp_avg_sq[kShColumn] + at + w * Windows::kLanes, v[t][w]);
       }
     }
   }
 }
+
+#if PREFETCH
+__device__ __forceinline__ void prefetch_row(const float* column, int64_t row, int floats) {
+  const uint64_t begin = reinterpret_cast<uint64_t>(column + row * floats) & ~uint64_t{15};
+  const uint64_t end = reinterpret_cast<uint64_t>(column + (row + 1) * floats) & ~uint64_t{15};
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin),
+               "r"(static_cast<unsigned>(end - begin)));
+}
+#endif
 
 // ---- the kernel
 
@@ -252,16 +332,26 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     }
   };
 
-  LaneRow mine{-1, 0, false, 1.f, 1.f};
-  float mean[3], dL_dmean[3] = {}, noise[3] = {};
-  double sum[2] = {0.0, 0.0};
-  float* const rest = room.rest + lane * WarpRoom<kRest>::kStride;
+  LaneRow mine{-1, 0, false, 1.f, 1.f, room.geometry + lane * WarpRoom<kRest>::kGeometryStride};
+  if (held) mine.row = kSeveral ? in.united.row[i] : in.only.row[i];
+  room.row[lane] = mine.row;
+  __syncwarp();
+  for_each_geometry_float(in, room, lane, [](float* place, const float* from) {
+    __pipeline_memcpy_async(place, from, sizeof(float));
+  });
+  __pipeline_commit();
+#if PREFETCH
+  if constexpr (kRest > 0) {
+    if (held) {
+      prefetch_row(in.columns.shN, mine.row, 3 * kRest);
+      prefetch_row(in.state.exp_avg[kShColumn], mine.row, 3 * kRest);
+      prefetch_row(in.state.exp_avg_sq[kShColumn], mine.row, 3 * kRest);
+    }
+  }
+#endif
   if (held) {
-    mine.row = kSeveral ? in.united.row[i] : in.only.row[i];
-    fetch_moments(in.state, mine.row, lane, room);
     mine.last = in.state.last_step[mine.row];
     mine.behind = mine.last < in.history.now;
-    float quat[4], log_scale[3], logit, sh0[3];
     if (mine.behind) {
       mine.power1 = in.history.beta1_power[in.history.now - mine.last];
       mine.power2 = in.history.beta2_power[in.history.now - mine.last];
@@ -270,14 +360,22 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
         room.drift[lane] = {missed.drift, missed.drift_eps, missed.beta1_power, missed.beta2_power};
         room.closed_from[lane] = missed.closed_from;
       }
-      __pipeline_wait_prior(0);
     }
     room.last_step[lane] = static_cast<int>(mine.last);
-    load_column<3>(in, mine, 0, in.columns.means, lane, room, mean);
-    load_column<4>(in, mine, 1, in.columns.quats, lane, room, quat);
-    load_column<3>(in, mine, 2, in.columns.scales, lane, room, log_scale);
-    load_column<1>(in, mine, 3, in.columns.opacities, lane, room, &logit);
-    load_column<3>(in, mine, 4, in.columns.sh0, lane, room, sh0);
+  }
+  __pipeline_wait_prior(0);
+  __syncwarp();
+
+  float mean[3], dL_dmean[3] = {}, noise[3] = {};
+  double sum[2] = {0.0, 0.0};
+  float* const rest = room.rest + lane * WarpRoom<kRest>::kStride;
+  if (held) {
+    float quat[4], log_scale[3], logit, sh0[3];
+    load_column<3>(in, mine, 0, mean);
+    load_column<4>(in, mine, 1, quat);
+    load_column<3>(in, mine, 2, log_scale);
+    load_column<1>(in, mine, 3, &logit);
+    load_column<3>(in, mine, 4, sh0);
     if (mine.behind) replay_noise(in.history, mine.last, mine.row, quat, log_scale, logit, mean);
 
     float dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh0[3] = {};
@@ -287,7 +385,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     for_each_record([&](const RecordList& list, int64_t position) {
       const RecordGrad grad = load48(list.grad + position);
       float g[3], unit[3], basis[math::kMaxShCount] = {},
-                           unused_dL_dviewmat[12] = {};  // the way back has reduced it already
+                           unused_dL_dviewmat[12] = {};  // the way back has it already
       unclamp(list.record[position], grad, g);
       direction_to(list.view, mean, unit);
       math::sh_basis(list.sh_degree, unit[0], unit[1], unit[2], basis);
@@ -311,16 +409,10 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
       sum[1] += scale;
     }
 
-    __pipeline_wait_prior(0);
-    step_column<4>(in, constants, mine, 1, lane, room, dL_dquat, quat);
-    step_column<3>(in, constants, mine, 2, lane, room, dL_dlog_scale, log_scale);
-    step_column<1>(in, constants, mine, 3, lane, room, &dL_dlogit, &logit);
-    step_column<3>(in, constants, mine, 4, lane, room, dL_dsh0, sh0);
-    store_column<4>(in.columns.quats, mine.row, quat);
-    store_column<3>(in.columns.scales, mine.row, log_scale);
-    store_column<1>(in.columns.opacities, mine.row, &logit);
-    store_column<3>(in.columns.sh0, mine.row, sh0);
-    in.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
+    step_column<4>(in, constants, mine, 1, dL_dquat, quat);
+    step_column<3>(in, constants, mine, 2, dL_dlog_scale, log_scale);
+    step_column<1>(in, constants, mine, 3, &dL_dlogit, &logit);
+    step_column<3>(in, constants, mine, 4, dL_dsh0, sh0);
     if (in.now.noise_scale > 0.f) {
       const math::Random4 random = math::draw(in.history.seed, math::Stream::kNoise, in.now.number, mine.row);
       math::add_mcmc_noise(random, in.now.noise_scale, quat, log_scale, logit, noise);
@@ -330,9 +422,9 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   if constexpr (kRest > 0) {
     __syncwarp();
     if (__any_sync(kAllLanes, mine.behind))
-      step_rest<kRest, true>(in, constants, mine.row, lane, room);
+      step_rest<kRest, true>(in, constants, lane, room);
     else
-      step_rest<kRest, false>(in, constants, mine.row, lane, room);
+      step_rest<kRest, false>(in, constants, lane, room);
     __syncwarp();
   }
 
@@ -350,10 +442,12 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
         math::sh_direction_backward(list.sh_degree, unit, inverse, weight, dL_dmean);
       });
     }
-    step_column<3>(in, constants, mine, 0, lane, room, dL_dmean, mean);
-    for (int axis = 0; axis < 3; ++axis) mean[axis] += noise[axis];
-    store_column<3>(in.columns.means, mine.row, mean);
+    step_column<3>(in, constants, mine, 0, dL_dmean, mean);
+    for (int axis = 0; axis < 3; ++axis) mine.geometry[axis] = mean[axis] + noise[axis];
+    in.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
   }
+  __syncwarp();
+  for_each_geometry_float(in, room, lane, [](const float* place, float* to) { store_once(to, *place); });
 
   if (!in.sums) return;
   __shared__ double warp_sums[kStepWarps][2];
