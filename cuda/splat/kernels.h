@@ -136,9 +136,6 @@ void sort_keys(Buffer<Key>& key, int bits, int shard) {
 // Fills frame.constants. Called by stage "project", before anything else of the frame.
 void upload_constants(Frame& frame);
 
-// The arrays of a history in `steps` on a shard; the result points into them.
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard);
-
 inline OwnerEnds owner_ends(const Frame& frame) {
   OwnerEnds ends{};
   ends.count = static_cast<int>(frame.owners.size());

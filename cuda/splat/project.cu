@@ -481,30 +481,6 @@ void launch_project_backward_kernel(int degree, unsigned blocks, cudaStream_t st
 
 }  // namespace
 
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard) {
-  AdamHistory out = history;
-  const int64_t length = history.now - history.base;
-  std::vector<float> packed;
-  std::vector<std::pair<const float**, size_t>> places;  // where each array starts
-  const auto pack = [&](const float*& array, int64_t count) {
-    places.emplace_back(&array, packed.size());
-    packed.insert(packed.end(), array, array + count);
-  };
-  for (int column = 0; column < kColumns; ++column) {
-    pack(out.step_size[column], length);
-    pack(out.drift[column], length + 1);
-    pack(out.drift_eps[column], length + 1);
-  }
-  pack(out.inv_sqrt_bc2, length);
-  pack(out.beta1_power, length + 1);
-  pack(out.beta2_power, length + 1);
-  if (out.noise_var) pack(out.noise_var, length + 1);
-  steps = Buffer<float>(static_cast<int64_t>(packed.size()), shard);
-  upload(steps.data(), packed.data(), steps.size(), shard);
-  for (const auto& [array, first] : places) *array = steps.data() + first;
-  return out;
-}
-
 void upload_constants(Frame& frame) {
   frame.constants.clear();
   frame.constants.resize(frame.homes.size());
