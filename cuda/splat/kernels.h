@@ -12,6 +12,7 @@
 #include "memory/buffer.h"
 #include "mesh/launch.h"
 #include "splat/frame.h"
+#include "splat/history.h"
 
 namespace mgpu::splat {
 
