@@ -3,14 +3,17 @@
 //
 // Dense Adam moves a parameter also where its gradient is zero: the moments decay, and what is left of the
 // first one still pushes. Over k missed steps after step l (m, v: moments then; a_j: step size; s_j = 1 /
-// sqrt(1 - beta2^j)):
+// sqrt(1 - beta2^j)) it moves by
 //
 //   sum over j = l+1..l+k of  a_j m b1^(j-l) / (sqrt(v b2^(j-l)) s_j + eps)
-//     = m / sqrt(v) * D  -  eps m / v * E  +  O((eps / sqrt(v))^2),
-//   D = sum a_j / s_j (b1 / sqrt(b2))^(j-l),    E = sum a_j / s_j^2 (b1 / b2)^(j-l).
+//     = m sum w_j / (sqrt(v) + eps t_j),   t_j = b2^(-(j-l)/2) / s_j,   w_j = a_j b1^(j-l) t_j.
 //
-// D and E hold for all components of a column, so they come from a table (splat/history.h), and a replay
-// costs the same for any k. Where eps matters (sqrt(v) below 4096 eps) the steps are taken one by one.
+// All t_j lie close together, and then k fractions are as good as two: those of the 2-point Gauss quadrature
+// for the weights w_j on the points t_j, which agree in the terms up to eps^3. So k missed steps cost two,
+// whatever eps. The error is below 0.33 (spread / mean of t)^4 of the movement: 1e-9 late in training. Only
+// in the first hundred steps is the spread large (s_j falls fast); from there, steps are taken one by one
+// where eps matters. The fractions hold for all components of a column, so they come from a table
+// (splat/history.h).
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -38,40 +41,37 @@ HOST_DEVICE inline void adam_step(const AdamConstants& c, float step_size, float
   parameter -= quick_divide(step_size * exp_avg, quick_sqrt(exp_avg_sq) * inv_sqrt_bc2 + c.eps);
 }
 
+// Two steps that stand for all missed ones: moved = exp_avg * sum of step[q] / (sqrt(exp_avg_sq) + eps[q]).
+struct alignas(16) TwoSteps {
+  float step[2], eps[2];
+};
+
 // The missed steps of one row and one column.
 struct MissedSteps {
-  int64_t count;              // k; 0: nothing to replay
-  float drift, drift_eps;     // D and E above
+  int64_t count;  // k; 0: nothing to replay
+  TwoSteps two;
   float beta1_power;          // beta1^k
   float beta2_power;          // beta2^k
-  float closed_from;          // exp_avg_sq from which the closed form holds to float rounding
+  float closed_from;          // exp_avg_sq from which `two` holds to float rounding; mostly 0
   const float* step_size;     // of the missed steps, [k]
   const float* inv_sqrt_bc2;  // likewise
   float max_step_size;        // an upper bound of |step_size|
 };
 
-// The second moment from which on eps is small enough for two terms: the third is then below 6e-8 of the
-// first.
-HOST_DEVICE inline float closed_form_from(float eps, float beta2_power) {
-  const float floor = 4096.0f * eps;
-  return floor * floor / beta2_power;
-}
-
-// How far missed steps with sums `drift` (D) and `drift_eps` (E) move a parameter, closed form. Zero where
-// nothing was ever seen (exp_avg = 0).
-HOST_DEVICE inline float missed_drift(float eps, float drift, float drift_eps, float exp_avg,
-                                      float exp_avg_sq) {
-  const float inv_sqrt = quick_inverse_sqrt(exp_avg_sq);
-  const float moved = exp_avg * inv_sqrt * (drift - eps * inv_sqrt * drift_eps);
+// How far missed steps move a parameter. Zero where nothing was ever seen (exp_avg = 0).
+HOST_DEVICE inline float missed_drift(const TwoSteps& two, float exp_avg, float exp_avg_sq) {
+  const float root = quick_sqrt(exp_avg_sq);
+  const float moved =
+      exp_avg * (quick_divide(two.step[0], root + two.eps[0]) + quick_divide(two.step[1], root + two.eps[1]));
   return exp_avg == 0.0f ? 0.0f : moved;
 }
 
-// Whether the closed form holds for a component.
+// Whether that holds for a component.
 HOST_DEVICE inline bool closed_form_holds(float closed_from, float exp_avg, float exp_avg_sq) {
   return (exp_avg_sq >= closed_from) | (exp_avg == 0.0f);
 }
 
-// The same one step at a time, for moments near eps; returns the moved parameter. It stops when all steps
+// The same one step at a time; returns the moved parameter. It stops when all steps
 // that are left together cannot change the parameter any more: |m| falls by beta1 a step, the denominator at
 // most by sqrt(beta2).
 HOST_DEVICE inline float replay_missed_slowly(const AdamConstants& c, const MissedSteps& missed,
@@ -94,7 +94,7 @@ HOST_DEVICE inline float replay_missed_slowly(const AdamConstants& c, const Miss
 HOST_DEVICE inline float replay_missed(const AdamConstants& c, const MissedSteps& missed, float parameter,
                                        float exp_avg, float exp_avg_sq) {
   return closed_form_holds(missed.closed_from, exp_avg, exp_avg_sq)
-             ? parameter - missed_drift(c.eps, missed.drift, missed.drift_eps, exp_avg, exp_avg_sq)
+             ? parameter - missed_drift(missed.two, exp_avg, exp_avg_sq)
              : replay_missed_slowly(c, missed, parameter, exp_avg, exp_avg_sq);
 }
 

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "math/adam.h"
+
 namespace mgpu::splat {
 
 constexpr int kColumns = 6;  // order everywhere: means, quats, scales, opacities, sh0, shN
@@ -30,14 +32,14 @@ struct AdamHistory {
   int64_t base, now;
   double beta1, beta2;
   float eps;
-  const float* step_size[kColumns];  // lr_j / (1 - beta1^j)
-  const float* inv_sqrt_bc2;         // 1 / sqrt(1 - beta2^j)
-  const float* drift[kColumns];      // by l: what the steps after l sum to (math/adam.h: D)
-  const float* drift_eps[kColumns];  // by l: its correction for eps (E)
-  float max_step_size[kColumns];     // of the steps held
-  const float* beta1_power;          // beta1^k, k = 0 .. now - base
-  const float* beta2_power;          // beta2^k
-  const float* noise_var;            // prefix sums of the squared MCMC noise scale, by l; null: no noise
+  const float* step_size[kColumns];     // lr_j / (1 - beta1^j)
+  const float* inv_sqrt_bc2;            // 1 / sqrt(1 - beta2^j)
+  const math::TwoSteps* two[kColumns];  // by l: the steps after l in two
+  const float* closed_from;             // by l: second moment from which these hold
+  float max_step_size[kColumns];        // of the steps held
+  const float* beta1_power;             // beta1^k, k = 0 .. now - base
+  const float* beta2_power;             // beta2^k
+  const float* noise_var;               // prefix sums of the squared MCMC noise scale, by l; null: no noise
   uint64_t seed;
 };
 

@@ -145,8 +145,9 @@ struct TileOwner {
 
 // CUDA flavour: what a shard's kernels read of the frame besides the table.
 struct ShardConstants {
-  Buffer<View> views;     // shard; [views], and behind them the arrays of `history`
-  AdamHistory history{};  // points into `views`
+  Buffer<View> views;     // shard; [views]
+  Buffer<float> steps;    // shard; the arrays behind `history`
+  AdamHistory history{};  // points into `steps`
 };
 
 struct StageTime {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -19,9 +20,9 @@ History::History(int64_t steps, double beta1, double beta2, double eps, uint64_t
   for (size_t column = 0; column < kColumns; ++column) {
     step_size_exact_[column].reserve(kMaxSteps);
     step_size_[column].reserve(kMaxSteps);
-    drift_[column].reserve(kMaxSteps + 1);
-    drift_eps_[column].reserve(kMaxSteps + 1);
+    two_[column].reserve(kMaxSteps + 1);
   }
+  closed_from_.reserve(kMaxSteps + 1);
   inv_sqrt_bc2_.reserve(kMaxSteps);
   bc2_.reserve(kMaxSteps);
   beta1_power_.reserve(kMaxSteps + 1);
@@ -56,22 +57,63 @@ void History::push(const std::array<double, kColumns>& lrs, double noise_scale) 
   noise_sum_.push_back(noise_sum_.back() + noise_scale * noise_scale);
   noise_var_.push_back(static_cast<float>(noise_sum_.back()));
   noisy_ = noise_sum_.back() > 0.0;
-  const double ratio = beta1_ / std::sqrt(beta2_), ratio_eps = beta1_ / beta2_;
   for (size_t column = 0; column < kColumns; ++column) {
     step_size_exact_[column].push_back(lrs[column] / (1.0 - std::pow(beta1_, t)));
     step_size_[column].push_back(step.step_size[column]);
     max_step_size_[column] = std::max(max_step_size_[column], std::fabs(step.step_size[column]));
-    // D(l) = (a_{l+1} sqrt(bc2_{l+1}) + D(l + 1)) b1 / sqrt(b2), from the newest step back; E(l) likewise.
-    const size_t length = inv_sqrt_bc2_.size();
-    drift_[column].resize(length + 1);
-    drift_eps_[column].resize(length + 1);
-    double drift = 0.0, drift_eps = 0.0;
-    drift_[column][length] = drift_eps_[column][length] = 0.0f;
-    for (size_t index = length; index-- > 0;) {
-      drift = ratio * (step_size_exact_[column][index] * std::sqrt(bc2_[index]) + drift);
-      drift_eps = ratio_eps * (step_size_exact_[column][index] * bc2_[index] + drift_eps);
-      drift_[column][index] = static_cast<float>(drift);
-      drift_eps_[column][index] = static_cast<float>(drift_eps);
+  }
+  update_two_steps();
+}
+
+// Gauss quadrature of the steps after each l, from the sums of w t^p, p = 0..3 (math/adam.h), the newest step
+// first: going from l + 1 to l multiplies all t by b2^(-1/2) and all w by b1 b2^(-1/2). A new step is lost in
+// rounding for an l far back, so these stay as they are.
+void History::update_two_steps() {
+  constexpr double kAccuracy = 1e-6, kLost = 1e-10;
+  const double grow = 1.0 / std::sqrt(beta2_), shrink = beta1_ * grow;
+  const size_t length = inv_sqrt_bc2_.size();
+  const double reach = shrink <= 0.0  ? 1.0
+                       : shrink < 1.0 ? std::ceil(std::log(kLost) / std::log(shrink))
+                                      : kMaxSteps;
+  const size_t first = length - std::min(length, static_cast<size_t>(std::min<double>(reach, kMaxSteps)));
+  closed_from_.resize(length + 1, 0.0f);
+  std::fill(closed_from_.begin() + static_cast<std::ptrdiff_t>(first), closed_from_.end(), 0.0f);
+  for (size_t column = 0; column < kColumns; ++column) {
+    two_[column].resize(length + 1);
+    two_[column][length] = {{0.0f, 0.0f}, {1.0f, 1.0f}};
+    double sum[4] = {};
+    for (size_t index = length; index-- > first;) {
+      double term = step_size_exact_[column][index] * std::sqrt(bc2_[index]), factor = shrink;
+      for (double& s : sum) {
+        s = factor * (s + term);
+        term *= std::sqrt(bc2_[index]);
+        factor *= grow;
+      }
+      if (sum[0] == 0.0) {  // no step, or steps that cancel
+        two_[column][index] = {{0.0f, 0.0f}, {1.0f, 1.0f}};
+        continue;
+      }
+      const double mean = sum[1] / sum[0];
+      const double variance = sum[2] / sum[0] - mean * mean, spread = variance / (mean * mean);
+      double t[2] = {mean, mean}, share[2] = {1.0, 0.0};
+      if (spread > 1e-12) {
+        const double third = sum[3] / sum[0] - mean * (3.0 * variance + mean * mean);
+        const double half = 0.5 * third / variance, root = std::sqrt(half * half + variance);
+        t[0] = mean + half + root;
+        t[1] = mean + half - root;
+        share[0] = (root - half) / (2.0 * root);
+        share[1] = (root + half) / (2.0 * root);
+      }
+      two_[column][index] = {{static_cast<float>(sum[0] * share[0]), static_cast<float>(sum[0] * share[1])},
+                             {static_cast<float>(eps_ * t[0]), static_cast<float>(eps_ * t[1])}};
+      // Where the fractions do not hold for any eps, at least sqrt(exp_avg_sq) >> eps t is wanted: the fourth
+      // power of the quotient is lost in rounding. Negative rates have no quadrature, only its first two
+      // terms.
+      const bool positive = spread > -1e-12 && t[1] >= 0.0;
+      if (!positive || 0.33 * spread * spread > kAccuracy) {
+        const double from = (positive ? 64.0 : 4096.0) * eps_ * std::max(1.0, std::fabs(t[0]));
+        closed_from_[index] = std::max(closed_from_[index], static_cast<float>(from * from));
+      }
     }
   }
 }
@@ -81,9 +123,9 @@ void History::clear() {
   for (size_t column = 0; column < kColumns; ++column) {
     step_size_exact_[column].clear();
     step_size_[column].clear();
-    drift_[column].assign(1, 0.0f);
-    drift_eps_[column].assign(1, 0.0f);
+    two_[column].assign(1, {{0.0f, 0.0f}, {1.0f, 1.0f}});
   }
+  closed_from_.assign(1, 0.0f);
   max_step_size_.fill(0.0f);
   inv_sqrt_bc2_.clear();
   bc2_.clear();
@@ -103,10 +145,10 @@ AdamHistory History::view() const {
   view.eps = static_cast<float>(eps_);
   for (size_t column = 0; column < kColumns; ++column) {
     view.step_size[column] = step_size_[column].data();
-    view.drift[column] = drift_[column].data();
-    view.drift_eps[column] = drift_eps_[column].data();
+    view.two[column] = two_[column].data();
     view.max_step_size[column] = max_step_size_[column];
   }
+  view.closed_from = closed_from_.data();
   view.inv_sqrt_bc2 = inv_sqrt_bc2_.data();
   view.beta1_power = beta1_power_.data();
   view.beta2_power = beta2_power_.data();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "memory/buffer.h"
 #include "splat/columns.h"
 
 namespace mgpu::splat {
@@ -48,13 +49,20 @@ class History {
   double beta1_, beta2_, eps_;
   uint64_t seed_;
   bool noisy_ = false;
+  void update_two_steps();
+
   std::array<std::vector<double>, kColumns> step_size_exact_;
-  std::array<std::vector<float>, kColumns> step_size_, drift_, drift_eps_;
+  std::array<std::vector<float>, kColumns> step_size_;
+  std::array<std::vector<math::TwoSteps>, kColumns> two_;
+  std::vector<float> closed_from_;
   std::array<float, kColumns> max_step_size_{};
   std::vector<float> inv_sqrt_bc2_, beta1_power_, beta2_power_;
   std::vector<double> bc2_;  // 1 - beta2^j
   std::vector<double> noise_sum_;
   std::vector<float> noise_var_;
 };
+
+// CUDA flavour: the arrays of a history in `tables` on a shard; the result points into them.
+AdamHistory upload_history(const AdamHistory& history, Buffer<float>& tables, int shard);
 
 }  // namespace mgpu::splat

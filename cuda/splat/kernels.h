@@ -13,6 +13,7 @@
 #include "memory/buffer.h"
 #include "mesh/launch.h"
 #include "splat/frame.h"
+#include "splat/history.h"
 
 namespace mgpu::splat {
 
@@ -149,9 +150,6 @@ void sort_keys(Buffer<Key>& key, int bits, int shard) {
 
 // Fills frame.constants. Called by stage "project", before anything else of the frame.
 void upload_constants(Frame& frame);
-
-// The arrays of a history in `steps` on a shard; the result points into them.
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard);
 
 // Bits of a depth, less those of the near plane: visible depths are positive, so they order as the keys do.
 __device__ __forceinline__ uint32_t depth_key_of(float depth) {

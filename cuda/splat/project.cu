@@ -593,64 +593,15 @@ class ShardProjection {
 
 }  // namespace
 
-namespace {
-
-// The arrays behind a history, one after the other, in `packed`; the result points to where they will be,
-// behind `base`.
-AdamHistory pack_history(const AdamHistory& history, const float* base, std::vector<float>& packed) {
-  AdamHistory out = history;
-  const int64_t length = history.now - history.base;
-  const auto pack = [&](const float*& array, int64_t count) {
-    const float* const from = array;
-    array = base + packed.size();
-    packed.insert(packed.end(), from, from + count);
-  };
-  packed.reserve(packed.size() + static_cast<size_t>((3 * kColumns + 4) * (length + 1)));
-  for (int column = 0; column < kColumns; ++column) {
-    pack(out.step_size[column], length);
-    pack(out.drift[column], length + 1);
-    pack(out.drift_eps[column], length + 1);
-  }
-  pack(out.inv_sqrt_bc2, length);
-  pack(out.beta1_power, length + 1);
-  pack(out.beta2_power, length + 1);
-  if (out.noise_var) pack(out.noise_var, length + 1);
-  return out;
-}
-
-int64_t history_floats(const AdamHistory& history) {
-  const int64_t length = history.now - history.base, arrays = 2 * kColumns + 2 + (history.noise_var ? 1 : 0);
-  return (kColumns + 1) * length + arrays * (length + 1);
-}
-
-}  // namespace
-
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& steps, int shard) {
-  std::vector<float> packed;
-  steps = Buffer<float>(history_floats(history), shard);
-  const AdamHistory out = pack_history(history, steps.data(), packed);
-  upload(steps.data(), packed.data(), steps.size(), shard);
-  return out;
-}
-
-void upload_constants(Frame& frame) {  // views and history in one piece
+void upload_constants(Frame& frame) {
   frame.constants.clear();
   frame.constants.resize(frame.homes.size());
-  const size_t views = frame.views.size();
-  std::vector<float> packed;
   for (size_t shard = 0; shard < frame.homes.size(); ++shard) {
     ShardConstants& constants = frame.constants[shard];
-    const int64_t bytes =
-        static_cast<int64_t>(views * sizeof(View)) + (frame.replays ? 4 * history_floats(frame.history) : 0);
-    constants.views = Buffer<View>((bytes + sizeof(View) - 1) / sizeof(View), static_cast<int>(shard));
-    packed.assign(views * sizeof(View) / sizeof(float), 0.f);
-    std::memcpy(packed.data(), frame.views.data(), views * sizeof(View));
-    if (frame.replays) {
-      constants.history =
-          pack_history(frame.history, reinterpret_cast<const float*>(constants.views.data()), packed);
-    }
-    upload(reinterpret_cast<float*>(constants.views.data()), packed.data(),
-           static_cast<int64_t>(packed.size()), static_cast<int>(shard));
+    const int owner = static_cast<int>(shard);
+    constants.views = Buffer<View>(static_cast<int64_t>(frame.views.size()), owner);
+    upload(constants.views.data(), frame.views.data(), constants.views.size(), owner);
+    if (frame.replays) constants.history = upload_history(frame.history, constants.steps, owner);
   }
 }
 

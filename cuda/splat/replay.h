@@ -17,11 +17,10 @@ HOST_DEVICE inline math::MissedSteps missed_steps(const AdamHistory& history, in
   const int64_t count = history.now - last_step;
   math::MissedSteps missed;
   missed.count = count;
-  missed.drift = history.drift[column][index];
-  missed.drift_eps = history.drift_eps[column][index];
+  missed.two = history.two[column][index];
   missed.beta1_power = history.beta1_power[count];
   missed.beta2_power = history.beta2_power[count];
-  missed.closed_from = math::closed_form_from(history.eps, missed.beta2_power);
+  missed.closed_from = history.closed_from[index];
   missed.step_size = history.step_size[column] + index;
   missed.inv_sqrt_bc2 = history.inv_sqrt_bc2 + index;
   missed.max_step_size = history.max_step_size[column];
@@ -56,14 +55,12 @@ HOST_DEVICE inline void replay_components(const AdamHistory& history, int column
     closed &= math::closed_form_holds(missed.closed_from, exp_avg[i], exp_avg_sq[i]);
   if (closed) {
     for (int i = 0; i < size; ++i) {
-      parameter[i] -=
-          math::missed_drift(history.eps, missed.drift, missed.drift_eps, exp_avg[i], exp_avg_sq[i]);
+      parameter[i] -= math::missed_drift(missed.two, exp_avg[i], exp_avg_sq[i]);
     }
   } else {
     for (int i = 0; i < size; ++i) {
       if (math::closed_form_holds(missed.closed_from, exp_avg[i], exp_avg_sq[i]))
-        parameter[i] -=
-            math::missed_drift(history.eps, missed.drift, missed.drift_eps, exp_avg[i], exp_avg_sq[i]);
+        parameter[i] -= math::missed_drift(missed.two, exp_avg[i], exp_avg_sq[i]);
       else
         parameter[i] = replay_slowly(history, column, last_step, parameter[i], exp_avg[i], exp_avg_sq[i]);
     }

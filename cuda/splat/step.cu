@@ -27,11 +27,21 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int kStepThreads = 128;
+#ifndef TOGETHER
+#define TOGETHER 2
+#define BLOCKS 8
+#endif
+#ifndef LDPOLICY
+#define LDPOLICY 0
+#endif
+#ifndef FBLOCKS
+#define FBLOCKS 10
+#endif
+constexpr int kStepThreads = 64;
 constexpr int kStepWarps = kStepThreads / kWarp;
-constexpr int kStepBlocks = 4;       // on an SM; a fifth would cost spills
-constexpr int kTogether = 2;         // loads of so many rows a lane are on their way together
-constexpr int kGeometryFloats = 14;  // of a row: all columns but shN
+constexpr int kFlushBlocks = FBLOCKS;
+constexpr int kStepBlocks = BLOCKS;  // on an SM; a fifth would cost spills
+constexpr int kTogether = TOGETHER;  // loads of so many rows a lane are on their way together
 
 // The records of one view of one frame on one shard: ascending by row.
 struct RecordList {
@@ -59,10 +69,15 @@ struct UnitedRows {
   const RecordList* list;  // on the device
 };
 
-struct StepInput {
+// What step and flush read and write.
+struct Table {
   SplatColumns columns;
   AdamState state;
   AdamHistory history;
+};
+
+struct StepInput {
+  Table table;
   History::Step now;
   RecordList only;                     // of one list; its view is in constant memory
   UnitedRows united;                   // of several
@@ -71,18 +86,24 @@ struct StepInput {
   double* sums;                        // [blocks, 2] of opacities and scales; null: not wanted
 };
 
-// ---- one warp's shared memory
+// ---- a warp's rows in shared memory: all but the higher SH
 
-template <int kRest>
-struct WarpRoom {
-  static constexpr int kFloats = 3 * kRest, kStride = kFloats | 1;  // odd: no bank conflicts, lane = row
-  float exp_avg[kGeometryFloats][kWarp], exp_avg_sq[kGeometryFloats][kWarp];
-  // Of the higher SH by row: the gradient before phase 2, the coefficient before the step after it.
-  float rest[kRest > 0 ? kWarp * kStride : 1];
+struct WarpRows {
+  static constexpr int kFloats = 14;               // of a row
+  static constexpr int kStride = 3 * kFloats | 1;  // odd: no bank conflicts where lane = row
+  int64_t row[kWarp];                              // -1: none
+  float data[kWarp * kStride];                     // by row: parameters, first moments, second moments
   // What a row's higher SH missed.
-  float4 drift[kWarp];  // D, E, beta1^k, beta2^k
-  float closed_from[kWarp];
-  int last_step[kWarp];
+  math::TwoSteps two[kWarp];
+  float4 powers[kWarp];  // beta1^k, beta2^k, the second moment from which `two` holds, the bits of last_step
+};
+
+// The lane's own row.
+struct LaneRow {
+  int64_t row, last;     // -1: none; its last step
+  bool behind;           // has missed steps
+  float power1, power2;  // of the betas, to the number of missed steps
+  float* data;           // its part of WarpRows
 };
 
 // Where a column starts among the floats of a row.
@@ -91,65 +112,107 @@ __device__ constexpr int first_float(int column) {
   return first[column];
 }
 
-template <int kRest>
-__device__ __forceinline__ void fetch_moments(const AdamState& state, int64_t row, int lane,
-                                              WarpRoom<kRest>& room) {
-  const auto fetch = [&](int column, int size) {
-    for (int i = 0; i < size; ++i) {
-      const int k = first_float(column) + i;
-      __pipeline_memcpy_async(&room.exp_avg[k][lane], state.exp_avg[column] + size * row + i, sizeof(float));
-      __pipeline_memcpy_async(&room.exp_avg_sq[k][lane], state.exp_avg_sq[column] + size * row + i,
-                              sizeof(float));
+// Calls visit(place in shared memory, address in the table) for each float of the columns of `kSize` floats a
+// row: parameters and moments. Neighbouring lanes have neighbouring floats, so that each sector is touched
+// once.
+template <int kSize, typename Visit>
+__device__ __forceinline__ void for_each_float_of(const Table& table, WarpRows& rows, int lane,
+                                                  const Visit& visit) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const int f = lane + j * kWarp, r = f / kSize, i = f % kSize;
+    const int64_t row = rows.row[r], at = row * kSize + i;
+    if (row < 0) continue;
+    const auto column = [&](int c, float* data) {
+      float* place = rows.data + r * WarpRows::kStride + first_float(c) + i;
+      visit(place, data + at);
+      visit(place + WarpRows::kFloats, table.state.exp_avg[c] + at);
+      visit(place + 2 * WarpRows::kFloats, table.state.exp_avg_sq[c] + at);
+    };
+    if constexpr (kSize == 1) column(3, table.columns.opacities);
+    if constexpr (kSize == 4) column(1, table.columns.quats);
+    if constexpr (kSize == 3) {
+      column(0, table.columns.means);
+      column(2, table.columns.scales);
+      column(4, table.columns.sh0);
     }
-  };
-  fetch(0, 3);
-  fetch(1, 4);
-  fetch(2, 3);
-  fetch(3, 1);
-  fetch(4, 3);
-  __pipeline_commit();
+  }
 }
 
-// ---- one column of the lane's row
+template <typename Visit>
+__device__ __forceinline__ void for_each_float(const Table& table, WarpRows& rows, int lane,
+                                               const Visit& visit) {
+  for_each_float_of<3>(table, rows, lane, visit);
+  for_each_float_of<4>(table, rows, lane, visit);
+  for_each_float_of<1>(table, rows, lane, visit);
+}
 
-struct LaneRow {
-  int64_t row, last;
-  bool behind;           // has missed steps
-  float power1, power2;  // of the betas, to the number of missed steps
-};
+__device__ __forceinline__ LaneRow load_rows(const Table& table, WarpRows& rows, int lane, int64_t row) {
+  LaneRow mine{row, 0, false, 1.f, 1.f, rows.data + lane * WarpRows::kStride};
+  rows.row[lane] = row;
+  __syncwarp();
+  for_each_float(table, rows, lane, [](float* place, const float* from) {
+    __pipeline_memcpy_async(place, from, sizeof(float));
+  });
+  __pipeline_commit();
+  if (row >= 0) {
+    mine.last = table.state.last_step[row];
+    mine.behind = mine.last < table.history.now;
+    float holds_from = 0.f;
+    if (mine.behind) {
+      const math::MissedSteps missed = missed_steps(table.history, kShColumn, mine.last);
+      mine.power1 = missed.beta1_power;
+      mine.power2 = missed.beta2_power;
+      rows.two[lane] = missed.two;
+      holds_from = missed.closed_from;
+    }
+    rows.powers[lane] = {mine.power1, mine.power2, holds_from, __int_as_float(static_cast<int>(mine.last))};
+  }
+  __pipeline_wait_prior(0);
+  __syncwarp();
+  return mine;
+}
+
+__device__ __forceinline__ void store_rows(const Table& table, WarpRows& rows, int lane) {
+  __syncwarp();
+  for_each_float(table, rows, lane, [](const float* place, float* to) { __stcs(to, *place); });
+}
 
 // Parameters of the row after the steps that it missed.
-template <int kSize, int kRest>
-__device__ __forceinline__ void load_column(const StepInput& in, const LaneRow& mine, int column,
-                                            const float* data, int lane, const WarpRoom<kRest>& room,
-                                            float* parameter) {
-  for (int i = 0; i < kSize; ++i) parameter[i] = data[kSize * mine.row + i];
+template <int kSize>
+__device__ __forceinline__ void replay_column(const Table& table, const LaneRow& mine, int column,
+                                              float* parameter) {
+  const float* from = mine.data + first_float(column);
+  for (int i = 0; i < kSize; ++i) parameter[i] = from[i];
   if (!mine.behind) return;
   float m[kSize], v[kSize];
-  for (int i = 0; i < kSize; ++i) m[i] = room.exp_avg[first_float(column) + i][lane];
-  for (int i = 0; i < kSize; ++i) v[i] = room.exp_avg_sq[first_float(column) + i][lane];
-  replay_components(in.history, column, mine.last, kSize, m, v, parameter);
+  for (int i = 0; i < kSize; ++i) m[i] = from[WarpRows::kFloats + i];
+  for (int i = 0; i < kSize; ++i) v[i] = from[2 * WarpRows::kFloats + i];
+  replay_components(table.history, column, mine.last, kSize, m, v, parameter);
 }
 
-// One step; the moments go to the table.
-template <int kSize, int kRest>
-__device__ __forceinline__ void step_column(const StepInput& in, const math::AdamConstants& constants,
-                                            const LaneRow& mine, int column, int lane,
-                                            const WarpRoom<kRest>& room, const float* gradient,
-                                            float* parameter) {
+// Puts a column back: advance(i, m, v) takes the moments after the missed steps further, with parameter[i].
+template <int kSize, typename Advance>
+__device__ __forceinline__ void put_column(const LaneRow& mine, int column, float* parameter,
+                                           const Advance& advance) {
+  float* to = mine.data + first_float(column);
   for (int i = 0; i < kSize; ++i) {
-    float m = room.exp_avg[first_float(column) + i][lane] * mine.power1;
-    float v = room.exp_avg_sq[first_float(column) + i][lane] * mine.power2;
-    math::adam_step(constants, in.now.step_size[column], in.now.inv_sqrt_bc2, gradient[i], parameter[i], m,
-                    v);
-    in.state.exp_avg[column][kSize * mine.row + i] = m;
-    in.state.exp_avg_sq[column][kSize * mine.row + i] = v;
+    float m = to[WarpRows::kFloats + i] * mine.power1, v = to[2 * WarpRows::kFloats + i] * mine.power2;
+    advance(i, m, v);
+    to[i] = parameter[i];
+    to[WarpRows::kFloats + i] = m;
+    to[2 * WarpRows::kFloats + i] = v;
   }
 }
 
 template <int kSize>
-__device__ __forceinline__ void store_column(float* data, int64_t row, const float* parameter) {
-  for (int i = 0; i < kSize; ++i) data[kSize * row + i] = parameter[i];
+__device__ __forceinline__ void step_column(const StepInput& in, const math::AdamConstants& constants,
+                                            const LaneRow& mine, int column, const float* gradient,
+                                            float* parameter) {
+  put_column<kSize>(mine, column, parameter, [&](int i, float& m, float& v) {
+    math::adam_step(constants, in.now.step_size[column], in.now.inv_sqrt_bc2, gradient[i], parameter[i], m,
+                    v);
+  });
 }
 
 // ---- colour
@@ -165,81 +228,130 @@ __device__ __forceinline__ float direction_to(const View& view, const float mean
   return math::normalize3(direction, unit);
 }
 
-// ---- the higher SH: several lanes a row, three floats a lane
+// ---- the higher SH in registers: several lanes a row
 
-template <int kRest, bool kMissed>
-__device__ __forceinline__ void step_rest(const StepInput& in, const math::AdamConstants& constants,
-                                          int64_t row, int lane, WarpRoom<kRest>& room) {
-  using Room = WarpRoom<kRest>;
-  constexpr int kLanes = kRest > 8 ? 16 : kRest > 3 ? 8 : 4;
-  constexpr int kRows = kWarp / kLanes;
-  const int part = lane % kLanes;
-  const auto has = [&](int j) { return part + j * kLanes < Room::kFloats; };
+// Which floats of a row a lane has: windows of kLanes floats that start where a sector of memory does, so
+// that no sector is touched twice.
+template <int kRest>
+struct RowWindows {
+  static constexpr int kFloats = 3 * kRest;
+  static constexpr int kLanes = kRest > 8 ? 16 : kRest > 3 ? 8 : 4;
+  static constexpr int kRows = kWarp / kLanes;  // at a time
+  static constexpr int kSector = kLanes < 8 ? kLanes : 8;
+  static constexpr int kMaxShift = kFloats % kSector == 0 ? 0 : kSector - 1;
+  static constexpr int kCount = (kFloats + kMaxShift + kLanes - 1) / kLanes;
+
+  int64_t first;  // of the row's floats in the column; negative: no row
+  int begin;      // the lane's float of window 0, from the row's first
+
+  __device__ __forceinline__ RowWindows(int64_t row, int lane) {
+    first = row * kFloats;
+    begin = lane % kLanes - static_cast<int>(first & kMaxShift);
+  }
+  __device__ __forceinline__ bool has(int w) const {
+    return first >= 0 && static_cast<unsigned>(begin + w * kLanes) < static_cast<unsigned>(kFloats);
+  }
+};
+
+__device__ __forceinline__ float load_once(const float* from) {
+#if LDPOLICY == 0
+  return *from;
+#elif LDPOLICY == 1
+  return __ldcs(from);
+#else
+  float value;
+  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+#endif
+}
+
+// Replays the higher SH of the warp's rows, calls advance(row in the warp, which float, value, m, v) for each
+// and writes them back. kMissed: some row has missed steps.
+template <int kRest, bool kMissed, typename Advance>
+__device__ __forceinline__ void update_rest(const Table& table, const WarpRows& rows, int lane,
+                                            const Advance& advance) {
+  using Windows = RowWindows<kRest>;
+  constexpr int kLanes = Windows::kLanes;
 #pragma unroll 1
-  for (int first = 0; first < kWarp; first += kRows * kTogether) {
-    float value[kTogether][3], m[kTogether][3], v[kTogether][3];
-    int64_t at[kTogether];
+  for (int first = 0; first < kWarp; first += Windows::kRows * kTogether) {
+    float value[kTogether][Windows::kCount], m[kTogether][Windows::kCount], v[kTogether][Windows::kCount];
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) {
-      const int64_t row_there = __shfl_sync(kAllLanes, row, first + t * kRows + lane / kLanes);
-      at[t] = row_there < 0 ? -1 : row_there * Room::kFloats + part;
+      const Windows windows(rows.row[first + t * Windows::kRows + lane / kLanes], lane);
+      const int64_t at = windows.first + windows.begin;
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const bool held = at[t] >= 0 && has(j);
-        value[t][j] = held ? __ldcs(in.columns.shN + at[t] + j * kLanes) : 0.f;
-        m[t][j] = held ? __ldcs(in.state.exp_avg[kShColumn] + at[t] + j * kLanes) : 0.f;
-        v[t][j] = held ? __ldcs(in.state.exp_avg_sq[kShColumn] + at[t] + j * kLanes) : 0.f;
+      for (int w = 0; w < Windows::kCount; ++w) {
+        const bool has = windows.has(w);
+        value[t][w] = has ? load_once(table.columns.shN + at + w * kLanes) : 0.f;
+        m[t][w] = has ? load_once(table.state.exp_avg[kShColumn] + at + w * kLanes) : 0.f;
+        v[t][w] = has ? load_once(table.state.exp_avg_sq[kShColumn] + at + w * kLanes) : 0.f;
       }
     }
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) {
-      const int r = first + t * kRows + lane / kLanes;
+      const int r = first + t * Windows::kRows + lane / kLanes;
       if constexpr (kMissed) {
-        const int last = room.last_step[r];
-        if (last < in.history.now) {
-          const float4 drift = room.drift[r];
-          const float closed_from = room.closed_from[r];
+        const float4 powers = rows.powers[r];
+        const int last = __float_as_int(powers.w);
+        if (last < table.history.now) {
+          const math::TwoSteps two = rows.two[r];
 #pragma unroll
-          for (int j = 0; j < 3; ++j) {
-            if (math::closed_form_holds(closed_from, m[t][j], v[t][j]))
-              value[t][j] -= math::missed_drift(constants.eps, drift.x, drift.y, m[t][j], v[t][j]);
+          for (int w = 0; w < Windows::kCount; ++w) {
+            if (math::closed_form_holds(powers.z, m[t][w], v[t][w]))
+              value[t][w] -= math::missed_drift(two, m[t][w], v[t][w]);
             else
-              value[t][j] = replay_slowly(in.history, kShColumn, last, value[t][j], m[t][j], v[t][j]);
-            m[t][j] *= drift.z;
-            v[t][j] *= drift.w;
+              value[t][w] = replay_slowly(table.history, kShColumn, last, value[t][w], m[t][w], v[t][w]);
+            m[t][w] *= powers.x;
+            v[t][w] *= powers.y;
           }
         }
       }
+      const Windows windows(rows.row[r], lane);
+      const int64_t at = windows.first + windows.begin;
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        if (!has(j)) continue;
-        float& shared = room.rest[r * Room::kStride + part + j * kLanes];
-        const float gradient = shared;
-        shared = value[t][j];
-        math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value[t][j],
-                        m[t][j], v[t][j]);
-        if (at[t] < 0) continue;
-        __stcs(in.columns.shN + at[t] + j * kLanes, value[t][j]);
-        __stcs(in.state.exp_avg[kShColumn] + at[t] + j * kLanes, m[t][j]);
-        __stcs(in.state.exp_avg_sq[kShColumn] + at[t] + j * kLanes, v[t][j]);
+      for (int w = 0; w < Windows::kCount; ++w) {
+        if (!windows.has(w)) continue;
+        advance(r, windows.begin + w * kLanes, value[t][w], m[t][w], v[t][w]);
+        __stcs(table.columns.shN + at + w * kLanes, value[t][w]);
+        __stcs(table.state.exp_avg[kShColumn] + at + w * kLanes, m[t][w]);
+        __stcs(table.state.exp_avg_sq[kShColumn] + at + w * kLanes, v[t][w]);
       }
     }
   }
 }
 
-// ---- the kernel
+template <int kRest, typename Advance>
+__device__ __forceinline__ void update_rest(const Table& table, const WarpRows& rows, int lane, bool behind,
+                                            const Advance& advance) {
+  if constexpr (kRest > 0) {
+    if (__any_sync(kAllLanes, behind))
+      update_rest<kRest, true>(table, rows, lane, advance);
+    else
+      update_rest<kRest, false>(table, rows, lane, advance);
+  }
+}
+
+// ---- the step
+
+// Of the higher SH by row: the gradient before phase 2, the coefficient before the step after it.
+template <int kRest>
+struct RestRoom {
+  static constexpr int kStride = 3 * kRest | 1;  // odd: no bank conflicts where lane = row
+  float data[kWarp * kStride];
+};
 
 template <int kRest, bool kSeveral>
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     step_kernel(const __grid_constant__ StepInput in) {
-  __shared__ WarpRoom<kRest> rooms[kStepWarps];
-  WarpRoom<kRest>& room = rooms[threadIdx.x / kWarp];
+  __shared__ WarpRows all_rows[kStepWarps];
+  __shared__ RestRoom<kRest> all_rests[kStepWarps];
+  WarpRows& rows = all_rows[threadIdx.x / kWarp];
+  float* const rest_of_rows = all_rests[threadIdx.x / kWarp].data;
   const int lane = threadIdx.x % kWarp;
   const int64_t i = int64_t{blockIdx.x} * kStepThreads + threadIdx.x;
-  const int64_t rows = kSeveral ? *in.united.count : in.only.size;
-  const bool held = i < rows;
-  const math::AdamConstants constants =
-      math::adam_constants(in.history.beta1, in.history.beta2, in.history.eps);
+  const bool held = i < (kSeveral ? *in.united.count : in.only.size);
+  const AdamHistory& history = in.table.history;
+  const math::AdamConstants constants = math::adam_constants(history.beta1, history.beta2, history.eps);
   // Calls visit(list, position) for each record of the lane's row.
   const auto for_each_record = [&](const auto& visit) {
     if constexpr (kSeveral) {
@@ -252,33 +364,21 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     }
   };
 
-  LaneRow mine{-1, 0, false, 1.f, 1.f};
+  const LaneRow mine = load_rows(in.table, rows, lane,
+                                 !held      ? -1
+                                 : kSeveral ? in.united.row[i]
+                                            : in.only.row[i]);
+  float* const rest = rest_of_rows + lane * RestRoom<kRest>::kStride;
   float mean[3], dL_dmean[3] = {}, noise[3] = {};
   double sum[2] = {0.0, 0.0};
-  float* const rest = room.rest + lane * WarpRoom<kRest>::kStride;
   if (held) {
-    mine.row = kSeveral ? in.united.row[i] : in.only.row[i];
-    fetch_moments(in.state, mine.row, lane, room);
-    mine.last = in.state.last_step[mine.row];
-    mine.behind = mine.last < in.history.now;
     float quat[4], log_scale[3], logit, sh0[3];
-    if (mine.behind) {
-      mine.power1 = in.history.beta1_power[in.history.now - mine.last];
-      mine.power2 = in.history.beta2_power[in.history.now - mine.last];
-      if constexpr (kRest > 0) {
-        const math::MissedSteps missed = missed_steps(in.history, kShColumn, mine.last);
-        room.drift[lane] = {missed.drift, missed.drift_eps, missed.beta1_power, missed.beta2_power};
-        room.closed_from[lane] = missed.closed_from;
-      }
-      __pipeline_wait_prior(0);
-    }
-    room.last_step[lane] = static_cast<int>(mine.last);
-    load_column<3>(in, mine, 0, in.columns.means, lane, room, mean);
-    load_column<4>(in, mine, 1, in.columns.quats, lane, room, quat);
-    load_column<3>(in, mine, 2, in.columns.scales, lane, room, log_scale);
-    load_column<1>(in, mine, 3, in.columns.opacities, lane, room, &logit);
-    load_column<3>(in, mine, 4, in.columns.sh0, lane, room, sh0);
-    if (mine.behind) replay_noise(in.history, mine.last, mine.row, quat, log_scale, logit, mean);
+    replay_column<3>(in.table, mine, 0, mean);
+    replay_column<4>(in.table, mine, 1, quat);
+    replay_column<3>(in.table, mine, 2, log_scale);
+    replay_column<1>(in.table, mine, 3, &logit);
+    replay_column<3>(in.table, mine, 4, sh0);
+    if (mine.behind) replay_noise(history, mine.last, mine.row, quat, log_scale, logit, mean);
 
     float dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh0[3] = {};
     if constexpr (kSeveral) {
@@ -287,7 +387,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     for_each_record([&](const RecordList& list, int64_t position) {
       const RecordGrad grad = load48(list.grad + position);
       float g[3], unit[3], basis[math::kMaxShCount] = {},
-                           unused_dL_dviewmat[12] = {};  // the way back has reduced it already
+                           unused_dL_dviewmat[12] = {};  // the way back has it already
       unclamp(list.record[position], grad, g);
       direction_to(list.view, mean, unit);
       math::sh_basis(list.sh_degree, unit[0], unit[1], unit[2], basis);
@@ -311,30 +411,24 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
       sum[1] += scale;
     }
 
-    __pipeline_wait_prior(0);
-    step_column<4>(in, constants, mine, 1, lane, room, dL_dquat, quat);
-    step_column<3>(in, constants, mine, 2, lane, room, dL_dlog_scale, log_scale);
-    step_column<1>(in, constants, mine, 3, lane, room, &dL_dlogit, &logit);
-    step_column<3>(in, constants, mine, 4, lane, room, dL_dsh0, sh0);
-    store_column<4>(in.columns.quats, mine.row, quat);
-    store_column<3>(in.columns.scales, mine.row, log_scale);
-    store_column<1>(in.columns.opacities, mine.row, &logit);
-    store_column<3>(in.columns.sh0, mine.row, sh0);
-    in.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
+    step_column<4>(in, constants, mine, 1, dL_dquat, quat);
+    step_column<3>(in, constants, mine, 2, dL_dlog_scale, log_scale);
+    step_column<1>(in, constants, mine, 3, &dL_dlogit, &logit);
+    step_column<3>(in, constants, mine, 4, dL_dsh0, sh0);
     if (in.now.noise_scale > 0.f) {
-      const math::Random4 random = math::draw(in.history.seed, math::Stream::kNoise, in.now.number, mine.row);
+      const math::Random4 random = math::draw(history.seed, math::Stream::kNoise, in.now.number, mine.row);
       math::add_mcmc_noise(random, in.now.noise_scale, quat, log_scale, logit, noise);
     }
   }
 
-  if constexpr (kRest > 0) {
-    __syncwarp();
-    if (__any_sync(kAllLanes, mine.behind))
-      step_rest<kRest, true>(in, constants, mine.row, lane, room);
-    else
-      step_rest<kRest, false>(in, constants, mine.row, lane, room);
-    __syncwarp();
-  }
+  __syncwarp();
+  update_rest<kRest>(in.table, rows, lane, mine.behind, [&](int r, int k, float& value, float& m, float& v) {
+    float& shared = rest_of_rows[r * RestRoom<kRest>::kStride + k];
+    const float gradient = shared;
+    shared = value;
+    math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value, m, v);
+  });
+  __syncwarp();
 
   if (held) {
     if constexpr (kRest > 0) {
@@ -350,10 +444,11 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
         math::sh_direction_backward(list.sh_degree, unit, inverse, weight, dL_dmean);
       });
     }
-    step_column<3>(in, constants, mine, 0, lane, room, dL_dmean, mean);
-    for (int axis = 0; axis < 3; ++axis) mean[axis] += noise[axis];
-    store_column<3>(in.columns.means, mine.row, mean);
+    step_column<3>(in, constants, mine, 0, dL_dmean, mean);
+    for (int axis = 0; axis < 3; ++axis) mine.data[axis] = mean[axis] + noise[axis];
+    in.table.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
   }
+  store_rows(in.table, rows, lane);
 
   if (!in.sums) return;
   __shared__ double warp_sums[kStepWarps][2];
@@ -459,6 +554,23 @@ __global__ void weigh_kernel(const int64_t* rows_seen, int shards, double opacit
   weights[1] = static_cast<float>(scale_reg / (3.0 * rows));
 }
 
+// ---- launchers
+
+// Calls visit(std::integral_constant of the bands above the constant one).
+template <typename Visit>
+void with_rest(int sh_rest, const Visit& visit) {
+  switch (sh_rest) {
+    case 0:
+      return visit(std::integral_constant<int, 0>{});
+    case 3:
+      return visit(std::integral_constant<int, 3>{});
+    case 8:
+      return visit(std::integral_constant<int, 8>{});
+    default:
+      return visit(std::integral_constant<int, 15>{});
+  }
+}
+
 // ---- one shard
 
 class ShardStep {
@@ -533,8 +645,14 @@ class ShardStep {
     if (lists_.empty()) return;
     const unsigned blocks = blocks_for(most_rows_, kStepThreads);
     Buffer<double> part(wanted_means ? int64_t{blocks} * 2 : 0, shard_);
-    const StepInput in{columns, state,          history_,       now,          lists_[0],
-                       united_, device_weights, opacity_weight, scale_weight, part.data()};
+    const StepInput in{{columns, state, history_},
+                       now,
+                       lists_[0],
+                       united_,
+                       device_weights,
+                       opacity_weight,
+                       scale_weight,
+                       part.data()};
     launch(in, blocks);
     KERNEL_CHECK("step", shard_, most_rows_);
     if (!wanted_means) return;
@@ -549,23 +667,13 @@ class ShardStep {
 
  private:
   void launch(const StepInput& in, unsigned blocks) const {
-    const auto with_rest = [&](auto rest) {
+    with_rest(in.table.columns.sh_rest, [&](auto rest) {
       constexpr int kRest = decltype(rest)::value;
       if (knows_rows())
         step_kernel<kRest, false><<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in);
       else
         step_kernel<kRest, true><<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in);
-    };
-    switch (in.columns.sh_rest) {
-      case 0:
-        return with_rest(std::integral_constant<int, 0>{});
-      case 3:
-        return with_rest(std::integral_constant<int, 3>{});
-      case 8:
-        return with_rest(std::integral_constant<int, 8>{});
-      default:
-        return with_rest(std::integral_constant<int, 15>{});
-    }
+    });
   }
 
   int shard_;
@@ -583,50 +691,39 @@ class ShardStep {
 // ---- flush
 
 struct FlushInput {
-  SplatColumns columns;
-  AdamState state;
-  AdamHistory history;
+  Table table;
   RowRange rows;
 };
 
-// One float of an SH column a thread; last_step stays for the columns that follow.
-__global__ void __launch_bounds__(kThreads)
-    flush_column_kernel(const __grid_constant__ FlushInput in, int column, float* data, int row_floats) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= in.rows.size() * row_floats) return;
-  const int64_t row = in.rows.begin + i / row_floats, at = in.rows.begin * row_floats + i;
-  const int64_t last = in.state.last_step[row];
-  if (last >= in.history.now) return;
-  const math::AdamConstants constants =
-      math::adam_constants(in.history.beta1, in.history.beta2, in.history.eps);
-  const math::MissedSteps missed = missed_steps(in.history, column, last);
-  float &exp_avg = in.state.exp_avg[column][at], &exp_avg_sq = in.state.exp_avg_sq[column][at];
-  data[at] = math::replay_missed(constants, missed, data[at], exp_avg, exp_avg_sq);
-  exp_avg *= missed.beta1_power;
-  exp_avg_sq *= missed.beta2_power;
-}
-
-__global__ void __launch_bounds__(kThreads) flush_geometry_kernel(const __grid_constant__ FlushInput in) {
-  const int64_t row = in.rows.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (row >= in.rows.end) return;
-  const int64_t last = in.state.last_step[row];
-  if (last >= in.history.now) return;
-  float mean[3], quat[4], log_scale[3], opacity_logit;
-  replay_geometry(in.columns, &in.state, &in.history, row, mean, quat, log_scale, opacity_logit);
-  const float power1 = in.history.beta1_power[in.history.now - last],
-              power2 = in.history.beta2_power[in.history.now - last];
-  const auto store = [&](int column, float* data, int size, const float* values) {
-    for (int i = 0; i < size; ++i) {
-      data[row * size + i] = values[i];
-      in.state.exp_avg[column][row * size + i] *= power1;
-      in.state.exp_avg_sq[column][row * size + i] *= power2;
-    }
-  };
-  store(0, in.columns.means, 3, mean);
-  store(1, in.columns.quats, 4, quat);
-  store(2, in.columns.scales, 3, log_scale);
-  store(3, in.columns.opacities, 1, &opacity_logit);
-  in.state.last_step[row] = static_cast<int32_t>(in.history.now);
+template <int kRest>
+__global__ void __launch_bounds__(kStepThreads, kFlushBlocks)
+    flush_kernel(const __grid_constant__ FlushInput in) {
+  __shared__ WarpRows all_rows[kStepWarps];
+  WarpRows& rows = all_rows[threadIdx.x / kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const AdamHistory& history = in.table.history;
+  const int64_t row = in.rows.begin + int64_t{blockIdx.x} * kStepThreads + threadIdx.x;
+  const bool behind = row < in.rows.end && in.table.state.last_step[row] < history.now;
+  if (!__any_sync(kAllLanes, behind)) return;
+  const LaneRow mine = load_rows(in.table, rows, lane, behind ? row : -1);
+  update_rest<kRest>(in.table, rows, lane, true, [](int, int, float&, float&, float&) {});
+  if (behind) {
+    float mean[3], quat[4], log_scale[3], logit, sh0[3];
+    replay_column<3>(in.table, mine, 0, mean);
+    replay_column<4>(in.table, mine, 1, quat);
+    replay_column<3>(in.table, mine, 2, log_scale);
+    replay_column<1>(in.table, mine, 3, &logit);
+    replay_column<3>(in.table, mine, 4, sh0);
+    replay_noise(history, mine.last, mine.row, quat, log_scale, logit, mean);
+    const auto as_it_is = [](int, float&, float&) {};
+    put_column<3>(mine, 0, mean, as_it_is);
+    put_column<4>(mine, 1, quat, as_it_is);
+    put_column<3>(mine, 2, log_scale, as_it_is);
+    put_column<1>(mine, 3, &logit, as_it_is);
+    put_column<3>(mine, 4, sh0, as_it_is);
+    in.table.state.last_step[mine.row] = static_cast<int32_t>(history.now);
+  }
+  store_rows(in.table, rows, lane);
 }
 
 // From the shards' counts to weights[shard] [2] of the regularisers; returns the sum of the counts, on the
@@ -712,18 +809,12 @@ void flush(const SplatColumns& columns, const AdamState& state, const History& h
   for_each_shard("flush", [&](const Shard& shard) {
     const RowRange home = equal_chunk(columns.num_rows, shard.index, shards);
     if (home.empty()) return;
-    Buffer<float> steps;
-    const FlushInput in{columns, state, upload_history(history.view(), steps, shard.index), home};
-    const cudaStream_t stream = shard_stream(shard.index);
-    const auto flush_column = [&](int column, float* data, int row_floats) {
-      if (row_floats == 0) return;
-      flush_column_kernel<<<blocks_for(home.size() * row_floats, kThreads), kThreads, 0, stream>>>(
-          in, column, data, row_floats);
-      KERNEL_CHECK("flush", shard.index, home.size());
-    };
-    flush_column(4, columns.sh0, 3);
-    flush_column(5, columns.shN, 3 * columns.sh_rest);
-    flush_geometry_kernel<<<blocks_for(home.size(), kThreads), kThreads, 0, stream>>>(in);
+    Buffer<float> tables;
+    const FlushInput in{{columns, state, upload_history(history.view(), tables, shard.index)}, home};
+    with_rest(columns.sh_rest, [&](auto rest) {
+      flush_kernel<decltype(rest)::value>
+          <<<blocks_for(home.size(), kStepThreads), kStepThreads, 0, shard_stream(shard.index)>>>(in);
+    });
     KERNEL_CHECK("flush", shard.index, home.size());
   });
 }

@@ -94,11 +94,13 @@ class RowInHand {
 
   void replay(int64_t last) {
     std::array<math::MissedSteps, kColumns> missed;
-    float by_column[kColumns], by_column_eps[kColumns];
+    float by_column[4][kColumns];
     for (size_t i = 0; i < kColumns; ++i) {
       missed[i] = missed_steps(history_, static_cast<int>(i), last);
-      by_column[i] = missed[i].drift;
-      by_column_eps[i] = missed[i].drift_eps;
+      for (int q = 0; q < 2; ++q) {
+        by_column[q][i] = missed[i].two.step[q];
+        by_column[2 + q][i] = missed[i].two.eps[q];
+      }
     }
     float* value_of = parameter();
     bool closed = true;
@@ -106,13 +108,12 @@ class RowInHand {
       closed &= math::closed_form_holds(missed[0].closed_from, exp_avg_[i], exp_avg_sq_[i]);
     }
     if (closed) {
-      float drift[kMaxRowFloats], drift_eps[kMaxRowFloats];
-      spread(by_column, drift);
-      spread(by_column_eps, drift_eps);
+      float two[4][kMaxRowFloats];
+      for (int q = 0; q < 4; ++q) spread(by_column[q], two[q]);
 #pragma GCC ivdep
       for (int i = 0; i < size_; ++i) {
         value_of[i] -=
-            math::missed_drift(constants_.eps, drift[i], drift_eps[i], exp_avg_[i], exp_avg_sq_[i]);
+            math::missed_drift({{two[0][i], two[1][i]}, {two[2][i], two[3][i]}}, exp_avg_[i], exp_avg_sq_[i]);
       }
     } else {
       for (size_t column = 0; column < kColumns; ++column) {

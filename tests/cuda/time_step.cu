@@ -2,8 +2,8 @@
 // time_step.cu: the step and flush stages alone, on made-up rows, against their floors of bytes. No renderer:
 // which rows are seen is drawn, one by one or in runs (as after Morton order).
 //
-//   time_step ROWS SEEN [RUN [SLOW]]   RUN: length of the runs, 1; SLOW: share of rows whose moments are near
-//   eps, 0
+//   time_step ROWS SEEN SLOW ROUNDS [RUN:DENSITY]...   SLOW: share of rows whose moments are near eps; seen
+//   are rows in runs of RUN, of which DENSITY per cent.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -83,10 +83,12 @@ double median_ms(int rounds, const std::function<void()>& prepare, const std::fu
 
 int main(int count, char** arguments) {
   const int64_t rows = std::atoll(arguments[1]), wanted = std::atoll(arguments[2]);
-  const int64_t run = count > 3 ? std::atoll(arguments[3]) : 1;
-  const float slow = count > 4 ? static_cast<float>(std::atof(arguments[4])) : 0.f;
-  const int rounds = count > 5 ? std::atoi(arguments[5]) : 7;
+  const float slow = static_cast<float>(std::atof(arguments[3]));
+  const int rounds = std::atoi(arguments[4]);
   set_mesh({"cuda:0"});
+  if (const char* granularity = std::getenv("L2_GRANULARITY"))
+    CUDA_CHECK(
+        cudaDeviceSetLimit(cudaLimitMaxL2FetchGranularity, static_cast<size_t>(std::atoi(granularity))));
   Buffer<float> column[kColumns], m[kColumns], v[kColumns];
   Buffer<int32_t> last(rows, 0);
   for (int c = 0; c < kColumns; ++c) {
@@ -117,68 +119,79 @@ int main(int count, char** arguments) {
   History history(2000, 0.9, 0.999, 1e-15, 1);
   for (int i = 0; i < 200; ++i) history.push({1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6}, 1e-7);
 
-  std::vector<int64_t> seen;
-  uint64_t random = 88172645463325252ull;
-  const double share = static_cast<double>(wanted) / static_cast<double>(rows);
-  for (int64_t row = 0; row < rows; row += run) {
-    random ^= random << 13, random ^= random >> 7, random ^= random << 17;
-    if (static_cast<double>(random >> 11) * 0x1p-53 >= share) continue;
-    for (int64_t r = row; r < std::min(rows, row + run); ++r) seen.push_back(r);
+  for (int pattern = 5; pattern < count; ++pattern) {
+    int64_t run = 1;
+    double density = 100;
+    std::sscanf(arguments[pattern], "%ld:%lf", &run, &density);
+    density /= 100;
+    std::vector<int64_t> seen;
+    uint64_t random = 88172645463325252ull;
+    const auto chance = [&] {
+      random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+      return static_cast<double>(random >> 11) * 0x1p-53;
+    };
+    const double share = static_cast<double>(wanted) / static_cast<double>(rows) / density;
+    for (int64_t row = 0; row < rows; row += run) {
+      if (chance() >= share) continue;
+      for (int64_t r = row; r < std::min(rows, row + run); ++r) {
+        if (density == 1 || chance() < density) seen.push_back(r);
+      }
+    }
+    const int64_t records = static_cast<int64_t>(seen.size());
+
+    Frame frame;
+    const float viewmat[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+    frame.views.push_back(make_view(viewmat, 1000, 1000, 960, 622, 1920, 1244, 0));
+    frame.columns = columns;
+    frame.state = state;
+    frame.history = history.view();
+    frame.replays = true;
+    frame.homes.push_back({0, rows});
+    frame.shards.resize(1);
+    ShardRecords& shard = frame.shards[0];
+    shard.row = Buffer<int64_t>(records, 0);
+    CUDA_CHECK(cudaMemcpy(shard.row.data(), seen.data(), seen.size() * 8, cudaMemcpyHostToDevice));
+    shard.record = Buffer<Record>(records, 0);
+    shard.grad = Buffer<RecordGrad>(records, 0);
+    over(12 * records, fill_kernel, reinterpret_cast<float*>(shard.record.data()), 12 * records, 1.f, 0.5f,
+         uint64_t(31));
+    over(12 * records, fill_kernel, reinterpret_cast<float*>(shard.grad.data()), 12 * records, 0.f, 1e-5f,
+         uint64_t(32));
+    shard.count = records;
+    shard.view_begin = {0, records};
+    upload_constants(frame);
+
+    const int now = static_cast<int>(history.now());
+    StepSettings settings;
+    settings.lrs = {1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6};
+    settings.opacity_reg = settings.scale_reg = 0.01;
+    settings.wanted_means = false;
+    const auto report = [&](const char* what, double ms, double bytes) {
+      std::printf(
+          "%-22s %9lld of %9lld rows, runs of %3lld, slow %.2f: %7.3f ms, %5.0f GB/s of the nominal bytes\n",
+          what, static_cast<long long>(records), static_cast<long long>(rows), static_cast<long long>(run),
+          static_cast<double>(slow), ms, bytes / ms * 1e-6);
+      std::fflush(stdout);
+    };
+    const auto up_to_date = [&] { over(rows, last_kernel, last.data(), rows, now, 1); };
+    const auto behind = [&] { over(rows, last_kernel, last.data(), rows, now - 100, 100); };
+    const double bytes = static_cast<double>(records) * kStepBytes;
+    const auto take_step = [&] { step({&frame}, columns, state, history, settings); };
+    report("step", median_ms(rounds, up_to_date, take_step), bytes);
+    settings.noise_scale = 1e-7;
+    report("step, noise", median_ms(rounds, up_to_date, take_step), bytes);
+    report("step, noise, missed", median_ms(rounds, behind, take_step), bytes);
+    report("flush", median_ms(rounds, behind, [&] { flush(columns, state, history); }),
+           static_cast<double>(rows) * kFlushBytes);
+    const int64_t copied = column[5].size() * static_cast<int64_t>(sizeof(float));
+    const double copy_ms = median_ms(
+        rounds, [] {},
+        [&] {
+          CUDA_CHECK(cudaMemcpyAsync(m[5].data(), v[5].data(), static_cast<size_t>(copied),
+                                     cudaMemcpyDeviceToDevice, shard_stream(0)));
+        });
+    report("copy", copy_ms, 2.0 * static_cast<double>(copied));
   }
-  const int64_t records = static_cast<int64_t>(seen.size());
-
-  Frame frame;
-  const float viewmat[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
-  frame.views.push_back(make_view(viewmat, 1000, 1000, 960, 622, 1920, 1244, 0));
-  frame.columns = columns;
-  frame.state = state;
-  frame.history = history.view();
-  frame.replays = true;
-  frame.homes.push_back({0, rows});
-  frame.shards.resize(1);
-  ShardRecords& shard = frame.shards[0];
-  shard.row = Buffer<int64_t>(records, 0);
-  CUDA_CHECK(cudaMemcpy(shard.row.data(), seen.data(), seen.size() * 8, cudaMemcpyHostToDevice));
-  shard.record = Buffer<Record>(records, 0);
-  shard.grad = Buffer<RecordGrad>(records, 0);
-  over(12 * records, fill_kernel, reinterpret_cast<float*>(shard.record.data()), 12 * records, 1.f, 0.5f,
-       uint64_t(31));
-  over(12 * records, fill_kernel, reinterpret_cast<float*>(shard.grad.data()), 12 * records, 0.f, 1e-5f,
-       uint64_t(32));
-  shard.count = records;
-  shard.view_begin = {0, records};
-  upload_constants(frame);
-
-  const int now = static_cast<int>(history.now());
-  StepSettings settings;
-  settings.lrs = {1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6};
-  settings.opacity_reg = settings.scale_reg = 0.01;
-  settings.wanted_means = false;
-  const auto report = [&](const char* what, double ms, double bytes) {
-    std::printf(
-        "%-22s %9lld of %9lld rows, runs of %3lld, slow %.2f: %7.3f ms, %5.0f GB/s of the nominal bytes\n",
-        what, static_cast<long long>(records), static_cast<long long>(rows), static_cast<long long>(run),
-        static_cast<double>(slow), ms, bytes / ms * 1e-6);
-    std::fflush(stdout);
-  };
-  const auto up_to_date = [&] { over(rows, last_kernel, last.data(), rows, now, 1); };
-  const auto behind = [&] { over(rows, last_kernel, last.data(), rows, now - 100, 100); };
-  const double bytes = static_cast<double>(records) * kStepBytes;
-  const auto take_step = [&] { step({&frame}, columns, state, history, settings); };
-  report("step", median_ms(rounds, up_to_date, take_step), bytes);
-  settings.noise_scale = 1e-7;
-  report("step, noise", median_ms(rounds, up_to_date, take_step), bytes);
-  report("step, noise, missed", median_ms(rounds, behind, take_step), bytes);
-  report("flush", median_ms(rounds, behind, [&] { flush(columns, state, history); }),
-         static_cast<double>(rows) * kFlushBytes);
-  const int64_t copied = column[5].size() * static_cast<int64_t>(sizeof(float));
-  const double copy_ms = median_ms(
-      rounds, [] {},
-      [&] {
-        CUDA_CHECK(cudaMemcpyAsync(m[5].data(), v[5].data(), static_cast<size_t>(copied),
-                                   cudaMemcpyDeviceToDevice, shard_stream(0)));
-      });
-  report("copy", copy_ms, 2.0 * static_cast<double>(copied));
   synchronise_shards();
   return 0;
 }

@@ -121,16 +121,18 @@ def assert_same(table: SplatTable, adam: SplatAdam, oracle: DenseAdam, tolerance
 
 
 @pytest.mark.parametrize("eps", [1e-15, 1e-8])
-@pytest.mark.parametrize("missed", [1, 7, 300])
-def test_missed_steps_equal_dense_steps(missed: int, eps: float, device: torch.device) -> None:
-    """No frame at all: only the replay, from gradients of 1e-16 to 1e-1, the smallest below eps."""
+@pytest.mark.parametrize("start, missed", [(20, 1), (20, 7), (20, 300), (200, 300), (3000, 2), (3000, 300)])
+def test_missed_steps_equal_dense_steps(start: int, missed: int, eps: float, device: torch.device) -> None:
+    """No frame at all: only the replay, from gradients of 1e-16 to 1e-1, the smallest below eps.
+
+    From step 110 on missed steps are replayed as two, before that one by one where eps matters.
+    """
     columns = ring(17)
     generator = torch.Generator().manual_seed(1)
     oracle = DenseAdam(columns, LRS, eps)
     table = SplatTable.from_columns(**columns)
     adam = SplatAdam(table, LRS, eps=eps)
     state = adam.state_dict()
-    start = 20
     state["steps"] = start
     for name in COLUMNS:
         shape = columns[name].shape
