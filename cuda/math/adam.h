@@ -46,6 +46,11 @@ struct alignas(16) TwoSteps {
   float step[2], eps[2];
 };
 
+// How far they move a parameter at most, as a multiple of |exp_avg| / sqrt(exp_avg_sq).
+HOST_DEVICE inline float largest_drift(const TwoSteps& two) {
+  return std::fabs(two.step[0]) + std::fabs(two.step[1]);
+}
+
 // The missed steps of one row and one column.
 struct MissedSteps {
   int64_t count;  // k; 0: nothing to replay

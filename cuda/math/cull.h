@@ -94,8 +94,8 @@ HOST_DEVICE inline bool surely_unseen(const CullView& view, const float mean[3],
 
 // An upper bound of |exp_avg| / sqrt(exp_avg_sq) of any component that Adam made from zero, by
 // Cauchy-Schwarz: (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), and a quarter for moments stored with fewer
-// bits. Times the drift D of adam.h it bounds how far missed steps move a parameter. Infinite where there is
-// none: for b1^2 >= b2, and for an eps so small that moments which underflow would count.
+// bits. Times largest_drift of adam.h it bounds how far missed steps move a parameter. Infinite where there
+// is none: for b1^2 >= b2, and for an eps so small that moments which underflow would count.
 inline float moment_ratio_bound(double beta1, double beta2, double eps) {
   if (!(beta1 * beta1 < beta2) || !(eps >= 1e-16)) return INFINITY;
   return static_cast<float>(1.25 * (1.0 - beta1) / std::sqrt((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2)));

@@ -88,7 +88,8 @@ __device__ __noinline__ float noise_gate_bound(const CullSource& in, int64_t row
   const float ratio =
       exp_avg == 0.f ? 0.f : fminf(in.moment_ratio, 1.01f * fabsf(exp_avg) * rsqrtf(exp_avg_sq));
   const int64_t missed_from = in.state.last_step[row] - in.history.base;
-  const float logit = in.opacities[row] - ratio * fabsf(in.history.drift[kOpacities][missed_from]);
+  const float logit =
+      in.opacities[row] - ratio * math::largest_drift(in.history.two[kOpacities][missed_from]);
   return 1.001f / (1.f + expf(100.f * (math::sigmoid(logit) - 0.005f)));  // add_mcmc_noise's gate
 }
 
@@ -500,9 +501,10 @@ class ShardProjection {
     if (frame_.replays) {
       const AdamHistory& steps = frame_.history;  // on the host
       const auto farthest = [&](int column) {
-        const float* drift = steps.drift[column];
+        const math::TwoSteps* two = steps.two[column];
         float most = 0.f;
-        for (int64_t i = 0; i <= steps.now - steps.base; ++i) most = std::max(most, std::fabs(drift[i]));
+        for (int64_t i = 0; i <= steps.now - steps.base; ++i)
+          most = std::max(most, math::largest_drift(two[i]));
         return in.moment_ratio * most;
       };
       in.moment_ratio = math::moment_ratio_bound(steps.beta1, steps.beta2, steps.eps);

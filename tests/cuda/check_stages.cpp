@@ -616,7 +616,8 @@ void check_patches(int64_t records) {
     const uint32_t bits =
         math::patches_met(record.mean2d, record.conic, half, static_cast<float>(x0), static_cast<float>(y0));
     const math::Falloff falloff = math::make_falloff(record.conic);
-    const bool thick = ellipse.det > 1e-2 * ellipse.a * ellipse.c;
+    const double ac = static_cast<double>(record.conic[0]) * record.conic[2];
+    const bool thick = ac - static_cast<double>(record.conic[1]) * record.conic[1] > 1e-2 * ac;
     for (int patch = 0; patch < math::kTilePatches; ++patch) {
       const int left = x0 + patch % math::kPatchesAcross * math::kPatchX,
                 top = y0 + patch / math::kPatchesAcross * math::kPatchY;
