@@ -8,6 +8,7 @@
 #include "backend/generator.h"
 #include "backend/shards.h"
 #include "backend/split.h"
+#include "memory/pool.h"
 
 namespace mgpu {
 
@@ -26,6 +27,28 @@ void check_device(const Operator& entry, const at::Tensor& tensor) {
               "Expected all tensors to be on the same device, but found at least two devices, mgpu:0 and ",
               tensor.device(), "! (when calling ", entry.name,
               "). torch.mgpu.from_cuda() makes a mgpu tensor over the same memory.");
+}
+
+// True if rows that an index chooses can make a large result of operands that are not large.
+bool may_grow_large(const Operator& entry, const torch::jit::Stack& stack) {
+  if (entry.in_place || (entry.cut != Cut::kRows && entry.cut != Cut::kIndex)) return false;
+  const size_t first = stack.size() - entry.writes.size();
+  if (!stack[first].isTensor()) return false;
+  const at::Tensor& self = stack[first].toTensor();
+  int64_t chosen = 0;  // at most so many
+  auto count = [&](const at::Tensor& index) {
+    if (index.defined() && index.scalar_type() != at::kBool) chosen = std::max(chosen, index.numel());
+  };
+  for (size_t i = first + 1; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) {
+      count(stack[i].toTensor());
+    } else if (stack[i].isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& index : stack[i].toOptionalTensorVector())
+        if (index) count(*index);
+    }
+  }
+  return chosen > 1 &&
+         chosen * self.numel() * static_cast<int64_t>(self.dtype().itemsize()) >= shard_threshold();
 }
 
 }  // namespace
@@ -117,20 +140,22 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   Operator& entry = operator_entry(handle);
   std::optional<OperatorScope> scope;
   if (!entry.is_view) scope.emplace();
-  const bool large = any_large(*stack, entry.writes.size());
-  if (entry.cut != Cut::kNone && large) {
-    // a reduction's small result may be made by the kernel; element by element, results are as large as the
-    // operands, and come from the pool, so that their pages are dealt to the shards
+  bool large = any_large(*stack, entry.writes.size());
+  if (entry.cut != Cut::kNone && (large || may_grow_large(entry, *stack))) {
+    // a reduction's small result may be made by the kernel; others come from the pool, so that their pages
+    // are dealt to the shards
     const bool reduces = entry.cut == Cut::kRowWise || entry.cut == Cut::kReduceAll;
-    if (one_part_runs_whole() && (reduces || entry.in_place)) {
+    if (one_part_runs_whole() && (reduces || (entry.in_place && entry.cut != Cut::kRandom))) {
       run_on_lead(entry, stack);
       count_run(entry, Run::kSharded, true);
       return;
     }
-    if (run_sharded(entry, stack)) {
+    const Outcome outcome = run_sharded(entry, stack);
+    if (outcome == Outcome::kDone) {
       count_run(entry, Run::kSharded, true);
       return;
     }
+    if (outcome == Outcome::kSmall) large = false;
   }
   run_on_lead(entry, stack);
   // a view touches no memory, so it counts as no run

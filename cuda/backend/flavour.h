@@ -42,6 +42,20 @@ void copy_bytes(void* to, const void* from, size_t bytes);
 // A fresh generator of the backing device.
 at::Generator make_backing_generator();
 
+// Random numbers for one large fill, in chunks of `length` elements. They depend on the generator's state and
+// on the chunk alone; the generator goes on behind them.
+class ChunkedNumbers {
+ public:
+  ChunkedNumbers(const at::Generator& generator, int64_t length, int64_t chunks);
+  // A generator for one chunk, on the part's device (shards.h). Parts may ask at once.
+  at::Generator of_chunk(int64_t chunk) const;
+
+ private:
+  uint64_t seed_ = 0;
+  uint64_t first_ = 0;   // offset of chunk 0 (CUDA flavour)
+  uint64_t stride_ = 0;  // from one chunk's offset to the next
+};
+
 // Give back what the pool, and the allocators beside it, keep for reuse; waits for the GPUs. False if there
 // is nothing of the kind beyond the pool (host flavour).
 bool release_caches();

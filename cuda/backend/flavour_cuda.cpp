@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "backend/device.h"
+#include "backend/shards.h"
 #include "backend/streams_cuda.h"
 #include "memory/pool.h"
 #include "memory/provider_cuda.h"
@@ -239,6 +240,23 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
 }
 
 at::Generator make_backing_generator() { return at::make_generator<at::CUDAGeneratorImpl>(lead_index()); }
+
+// Philox counts from an offset in a sequence for each thread. A chunk's kernel has at least 16,384 threads,
+// so it takes at most length / 16,384 draws of four numbers from each.
+ChunkedNumbers::ChunkedNumbers(const at::Generator& generator, int64_t length, int64_t chunks) {
+  auto* main = at::check_generator<at::CUDAGeneratorImpl>(generator);
+  std::lock_guard<std::mutex> lock(main->mutex_);
+  seed_ = main->current_seed();
+  first_ = main->get_offset();
+  stride_ = 4 * static_cast<uint64_t>((length + 16383) / 16384);
+  main->set_offset(first_ + stride_ * static_cast<uint64_t>(chunks));
+}
+at::Generator ChunkedNumbers::of_chunk(int64_t chunk) const {
+  at::Generator generator = at::make_generator<at::CUDAGeneratorImpl>(part_device().index());
+  generator.set_current_seed(seed_);
+  generator.set_offset(first_ + stride_ * static_cast<uint64_t>(chunk));
+  return generator;
+}
 
 bool release_caches() {
   empty_cache();

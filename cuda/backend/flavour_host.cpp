@@ -17,6 +17,17 @@ void copy_bytes(void* to, const void* from, size_t bytes) { std::memcpy(to, from
 
 at::Generator make_backing_generator() { return at::detail::createCPUGenerator(); }
 
+// A generator of torch's CPU has one sequence and no place in it to go to: a chunk has one with a seed of its
+// own.
+ChunkedNumbers::ChunkedNumbers(const at::Generator& generator, int64_t /*length*/, int64_t /*chunks*/) {
+  auto* main = at::check_generator<at::CPUGeneratorImpl>(generator);
+  std::lock_guard<std::mutex> lock(main->mutex_);
+  seed_ = main->random();
+}
+at::Generator ChunkedNumbers::of_chunk(int64_t chunk) const {
+  return at::detail::createCPUGenerator((seed_ + static_cast<uint64_t>(chunk)) & 0xFFFF'FFFFu);
+}
+
 bool release_caches() { return false; }
 void throw_out_of_memory(const c10::OutOfMemoryError& error) { throw error; }
 

@@ -49,7 +49,48 @@ const std::unordered_set<std::string>& full_reductions() {
 }
 
 // Element by element, though torch does not mark them so.
-bool is_fill(const std::string& name) { return name == "aten::zero_" || name == "aten::fill_"; }
+bool is_fill(const std::string& name) {
+  return name == "aten::zero_" || name == "aten::fill_" || name == "aten::masked_fill_";
+}
+
+// Operators with a way of their own to be cut.
+Cut cut_by_name(const std::string& name, bool in_place) {
+  static const std::unordered_map<std::string, Cut> functional = {
+      {"aten::index_select", Cut::kRows},    {"aten::take", Cut::kRows},
+      {"aten::index", Cut::kIndex},          {"aten::masked_select", Cut::kIndex},
+      {"aten::nonzero", Cut::kIndex},        {"aten::embedding_dense_backward", Cut::kScatter},
+      {"aten::native_dropout", Cut::kRandom}};
+  static const std::unordered_map<std::string, Cut> writing = {{"aten::index_select", Cut::kRows},
+                                                               {"aten::take", Cut::kRows},
+                                                               {"aten::gather", Cut::kRows},
+                                                               {"aten::cat", Cut::kRows},
+                                                               {"aten::mm", Cut::kRows},
+                                                               {"aten::addmm", Cut::kRows},
+                                                               {"aten::bmm", Cut::kRows},
+                                                               {"aten::baddbmm", Cut::kRows},
+                                                               {"aten::addmv", Cut::kRows},
+                                                               {"aten::index", Cut::kIndex},
+                                                               {"aten::masked_scatter_", Cut::kIndex},
+                                                               {"aten::scatter", Cut::kScatter},
+                                                               {"aten::scatter_add", Cut::kScatter},
+                                                               {"aten::scatter_reduce", Cut::kScatter},
+                                                               {"aten::index_add", Cut::kScatter},
+                                                               {"aten::index_copy", Cut::kScatter},
+                                                               {"aten::index_reduce", Cut::kScatter},
+                                                               {"aten::index_fill_", Cut::kScatter},
+                                                               {"aten::_index_put_impl_", Cut::kScatter}};
+  const auto& names = in_place ? writing : functional;
+  const auto found = names.find(name);
+  return found == names.end() ? Cut::kNone : found->second;
+}
+
+// Fills with numbers of the generator, element by element.
+bool is_random_fill(const std::string& name) {
+  static const std::unordered_set<std::string> names = {
+      "aten::uniform_",     "aten::normal_", "aten::random_",     "aten::bernoulli_",
+      "aten::exponential_", "aten::cauchy_", "aten::log_normal_", "aten::geometric_"};
+  return names.count(name) > 0;
+}
 
 bool is_tensor_list(const c10::Argument& argument) {
   return argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
@@ -88,6 +129,8 @@ std::optional<c10::OperatorHandle> find_out_overload(const c10::OperatorHandle& 
 
 Cut cut_of(const c10::OperatorHandle& handle, const Operator& entry) {
   const auto& schema = handle.schema();
+  if (const Cut cut = cut_by_name(schema.name(), entry.in_place); cut != Cut::kNone) return cut;
+  if (is_random_fill(schema.name())) return Cut::kRandom;
   if (handle.hasTag(at::Tag::nondeterministic_seeded)) return Cut::kNone;
   const bool has_lists = std::any_of(schema.arguments().begin(), schema.arguments().end(), is_tensor_list);
   if (has_lists) {
@@ -119,6 +162,7 @@ void read_schema(const c10::OperatorHandle& handle, Operator& entry) {
   entry.handle = new c10::OperatorHandle(handle);
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
+    entry.argument_names.push_back(arguments[i].name());
     entry.writes.push_back(alias && alias->isWrite());
     entry.in_place |= entry.writes.back();
     if (arguments[i].name() == "generator") entry.generator_argument = static_cast<int>(i);
@@ -139,7 +183,8 @@ void read_schema(const c10::OperatorHandle& handle, Operator& entry) {
   }
   entry.takes_cpu_tensors = may_take_cpu_tensors(schema.name());
   entry.cut = cut_of(handle, entry);
-  if ((entry.cut == Cut::kPointwise || entry.cut == Cut::kForeach) && !entry.in_place) {
+  if (!entry.in_place && entry.cut != Cut::kNone && entry.cut != Cut::kRowWise &&
+      entry.cut != Cut::kReduceAll) {
     if (auto found = find_out_overload(handle)) entry.out_overload = new c10::OperatorHandle(*found);
   }
 }
@@ -176,6 +221,12 @@ Operator& operator_entry(const c10::OperatorHandle& handle) {
   if (!slot) slot = std::move(fresh);
   known[key] = slot.get();
   return *slot;
+}
+
+int argument_position(const Operator& entry, const char* name) {
+  for (size_t i = 0; i < entry.argument_names.size(); ++i)
+    if (entry.argument_names[i] == name) return static_cast<int>(i);
+  return -1;
 }
 
 Operator& operator_entry(const char* name) {

@@ -22,6 +22,10 @@ enum class Cut {
   kForeach,    // every element by itself: lists of tensors
   kRowWise,    // every row by itself, as long as `dim` is not the row's
   kReduceAll,  // one value from all elements, partial values first
+  kRows,       // rows of the result by themselves: gather, cat, matrix products (split_rows.cpp)
+  kIndex,      // advanced indexing and masks (split_index.cpp)
+  kScatter,    // rows that an index names are written (split_scatter.cpp)
+  kRandom,     // fills with random numbers (split_random.cpp)
 };
 
 enum class Run {
@@ -31,8 +35,9 @@ enum class Run {
 };
 
 struct Operator {
-  std::string base_name;               // "aten::add"
-  std::string name;                    // "aten::add.Tensor"
+  std::string base_name;  // "aten::add"
+  std::string name;       // "aten::add.Tensor"
+  std::vector<std::string> argument_names;
   std::vector<bool> writes;            // by argument
   std::vector<int> returned_argument;  // by result: the written argument that it is, or -1
   int generator_argument = -1;
@@ -54,6 +59,9 @@ struct Operator {
 Operator& operator_entry(const c10::OperatorHandle& handle);
 // The entry of an operator that has a kernel of its own (copy.cpp), by name.
 Operator& operator_entry(const char* name);
+
+// Position of an argument by its name in the schema; -1 if there is none.
+int argument_position(const Operator& entry, const char* name);
 
 // Run the backing device's kernel of an operator on a stack of backing values.
 void call_backing(const c10::OperatorHandle& handle, std::vector<c10::IValue>* stack);

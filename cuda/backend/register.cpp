@@ -25,6 +25,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // torch would make a result of no dimensions, and the kernel behind out= would resize it with a warning
   m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // torch would turn masks into indices for the shape of the result, and once more behind out=
+  m.impl("index.Tensor", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("empty.memory_format", &ops::empty);
   m.impl("empty_strided", &ops::empty_strided);
   m.impl("resize_", &ops::resize);

@@ -14,9 +14,19 @@
 
 namespace mgpu {
 
-// Run a call shard by shard; false (and nothing done) if this call cannot be cut. `entry.cut` says which kind
-// it is.
-bool run_sharded(const Operator& entry, torch::jit::Stack* stack);
+enum class Outcome {
+  kDone,   // ran shard by shard
+  kWhole,  // nothing done: this call cannot be cut
+  kSmall,  // nothing done: this call works through less than the sharding threshold, whatever its operands
+           // have
+};
+
+// Run a call shard by shard, if it can be cut. `entry.cut` says which kind it is.
+Outcome run_sharded(const Operator& entry, torch::jit::Stack* stack);
+Outcome run_rows(const Operator& entry, torch::jit::Stack* stack);
+Outcome run_index(const Operator& entry, torch::jit::Stack* stack);
+Outcome run_scatter(const Operator& entry, torch::jit::Stack* stack);
+Outcome run_random(const Operator& entry, torch::jit::Stack* stack);
 bool run_pointwise(const Operator& entry, torch::jit::Stack* stack);
 bool run_foreach(const Operator& entry, torch::jit::Stack* stack);
 bool run_row_wise(const Operator& entry, torch::jit::Stack* stack);
@@ -49,14 +59,75 @@ class ElementwiseCut {
   int64_t unit_ = 1;              // elements per item, if flat
 };
 
+// Partial values from the GPUs that made them to the lead's.
+void bring_to_lead(std::vector<at::Tensor>& values);
+
+// A call whose tensors are cut along one dimension each, all at the same places, or taken whole.
+class CutCall {
+ public:
+  CutCall(const Operator& entry, torch::jit::Stack* stack);
+
+  // True if every tensor is strided, on mgpu and no conjugate or negative view: if not, the call runs whole.
+  bool can_be_cut() const;
+  // An argument by its name; None if there is none.
+  const c10::IValue& argument(const char* name) const;
+  // The same as a tensor; an undefined one if it is not there.
+  at::Tensor tensor(const char* name) const;
+  void replace(const char* name, c10::IValue value);
+  // Cut an argument along a dimension of its own. Arguments are taken whole unless said otherwise.
+  void cut(const char* name, int64_t dimension);
+  // The dimensions of a list's tensors, -1 for those that are taken whole.
+  void cut_list(const char* name, std::vector<int64_t> dimensions);
+  // Of an operator that writes `out` as well as `self`: let `out` have what `self` has and stand for both.
+  // False if it does not have self's shape.
+  bool work_in_out();
+
+  // Run the operator itself, or `handle` with `result` (mgpu) as one argument more, cut along its first
+  // dimension. `extent` is the length of the dimensions that are cut. Leaves what the operator returns on the
+  // stack.
+  void run(int64_t extent);
+  void run_into(const c10::OperatorHandle& handle, const at::Tensor& result, int64_t extent);
+  // Leave this on the stack.
+  void give(const at::Tensor& result) { give(std::vector<at::Tensor>{result}); }
+  void give(const std::vector<at::Tensor>& results);
+
+  // Other arguments than the call's own, for run_into: each with its dimensions as in cut_list.
+  void set(std::vector<c10::IValue> arguments, std::vector<std::vector<int64_t>> cut);
+
+  const Operator& entry() const { return entry_; }
+
+ private:
+  void run_parts(const c10::OperatorHandle& handle, int64_t extent);
+
+  const Operator& entry_;
+  torch::jit::Stack* stack_;
+  std::vector<c10::IValue> arguments_;
+  std::vector<std::vector<int64_t>> cut_;  // by argument: of its tensor, or of those in its list
+};
+
+// [range) along a dimension.
+at::Tensor slice_along(const at::Tensor& tensor, int64_t dimension, RowRange range);
 // Rows [range) along dimension 0.
 at::Tensor row_slice(const at::Tensor& tensor, RowRange range);
+// Bytes of a tensor's elements, and whether a call that works through so many is worth a fork.
+int64_t bytes_of(const at::Tensor& tensor);
+bool is_worth_it(int64_t bytes);
+// A dimension as a kernel counts it; -1 if there is no such dimension.
+int64_t wrapped(int64_t dimension, int64_t dimensions);
+// Strides of a contiguous tensor.
+std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes);
 // At most one element along every dimension: to ask a kernel for the dtype of its result.
 at::Tensor one_element(const at::Tensor& tensor);
 // True if writing `written` shard by shard could change what another shard reads from `read`.
 bool overlaps(const at::Tensor& written, const at::Tensor& read);
 // The shape that all tensors are broadcast to; nothing if they do not fit.
 std::optional<std::vector<int64_t>> broadcast_shape(c10::ArrayRef<at::Tensor> tensors);
+// Indices of what is not zero in a mgpu tensor, [n, dim] int64, in order; found shard by shard. Waits for the
+// count.
+at::Tensor sharded_nonzero(const at::Tensor& tensor);
+// An index list with masks as the indices of what they choose, and all of them on mgpu; nothing if a mask
+// does not fit.
+std::optional<std::vector<at::Tensor>> expand_masks(const at::Tensor& self, const c10::IValue& indices);
 // An uninitialised mgpu tensor.
 at::Tensor empty_mgpu(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype);
 

@@ -112,9 +112,7 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
       auto cut = groups[g].cut;
       if (!cut) cut = ElementwiseCut::of(groups[g].operands, *shape, false);
       // a small one that cannot be cut (a scalar, say) still needs a result: contiguous
-      std::vector<int64_t> strides(shape->size(), 1);
-      for (size_t i = shape->size(); i-- > 1;)
-        strides[i - 1] = strides[i] * std::max<int64_t>(1, (*shape)[i]);
+      std::vector<int64_t> strides = contiguous_strides(*shape);
       if (cut) {
         const auto wanted = cut->result_strides(groups[g].operands);
         if (!wanted) return false;

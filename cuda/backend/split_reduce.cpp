@@ -105,12 +105,6 @@ class Reduction {
   at::Tensor input_;  // alias
 };
 
-// Partial values from the GPUs that made them to the lead's.
-void bring_to_lead(std::vector<at::Tensor>& values) {
-  for (at::Tensor& value : values)
-    if (value.defined() && value.device() != backing_device()) value = value.to(backing_device());
-}
-
 bool run_each_row(Reduction& reduction) {
   const at::Tensor& input = reduction.input();
   const int64_t rows = input.size(0);
@@ -122,9 +116,7 @@ bool run_each_row(Reduction& reduction) {
     std::vector<int64_t> sizes = samples[i].sizes().vec();
     sizes[0] = rows;
     if (reduction.outputs().empty()) {
-      std::vector<int64_t> strides(sizes.size(), 1);
-      for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(1, sizes[d]);
-      results.push_back(empty_mgpu(sizes, strides, samples[i].scalar_type()));
+      results.push_back(empty_mgpu(sizes, contiguous_strides(sizes), samples[i].scalar_type()));
     } else if (results[i].sizes() != c10::IntArrayRef(sizes) || !is_plain(results[i])) {
       return false;  // out= of another shape: the kernel resizes it
     }
