@@ -14,7 +14,10 @@ namespace mgpu::ops {
 
 namespace {
 
-void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
+void check_options(std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                   std::optional<bool> pin_memory) {
+  TORCH_CHECK(!device || device->index() <= 0, "There is one mgpu device, mgpu:0, and no ", *device,
+              "; its shards are in torch.mgpu.mesh().");
   TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided,
               "Device mgpu has strided tensors only, and got layout ", c10::layout_or_default(layout),
               ". Make the tensor on the CPU, or dense.");
@@ -24,17 +27,17 @@ void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_me
 }  // namespace
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-                 std::optional<c10::Layout> layout, std::optional<c10::Device> /*device*/,
+                 std::optional<c10::Layout> layout, std::optional<c10::Device> device,
                  std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> memory_format) {
-  check_options(layout, pin_memory);
+  check_options(layout, device, pin_memory);
   return at::detail::empty_generic(size, mgpu_allocator(), c10::DispatchKeySet(kDeviceKey),
                                    c10::dtype_or_default(dtype), memory_format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
-                         std::optional<c10::Layout> layout, std::optional<c10::Device> /*device*/,
+                         std::optional<c10::Layout> layout, std::optional<c10::Device> device,
                          std::optional<bool> pin_memory) {
-  check_options(layout, pin_memory);
+  check_options(layout, device, pin_memory);
   return at::detail::empty_strided_generic(size, stride, mgpu_allocator(), c10::DispatchKeySet(kDeviceKey),
                                            c10::dtype_or_default(dtype));
 }

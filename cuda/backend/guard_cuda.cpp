@@ -2,12 +2,11 @@
 // guard_cuda.cpp: devices, streams and events as torch's C++ core asks for them (DeviceGuardImplInterface),
 // on GPUs. Streams and events are streams_cuda.h's; autograd's threads get the stream of the forward pass by
 // exchangeStream.
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include "backend/guard.h"
+
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 
-#include "backend/device.h"
 #include "backend/streams_cuda.h"
 #include "memory/provider_cuda.h"
 
@@ -15,21 +14,10 @@ namespace mgpu {
 
 namespace {
 
-c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, mgpu_device(), id); }
-
-struct MgpuGuard final : c10::impl::DeviceGuardImplInterface {
+struct MgpuGuard final : OneDeviceGuard {
   MgpuGuard() = default;
   explicit MgpuGuard(c10::DeviceType /*type*/) {}
 
-  c10::DeviceType type() const override { return kDeviceType; }
-  c10::Device exchangeDevice(c10::Device /*device*/) const override { return mgpu_device(); }
-  c10::Device getDevice() const override { return mgpu_device(); }
-  void setDevice(c10::Device /*device*/) const override {}
-  void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const override {
-    return c10::DeviceCapability();
-  }
   void synchronizeDevice(const c10::DeviceIndex /*device*/) const override {
     for (const int gpu : mesh_gpus()) {
       c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
@@ -78,8 +66,7 @@ struct MgpuGuard final : c10::impl::DeviceGuardImplInterface {
     if (event) wait_event(*static_cast<StreamEvent*>(event));
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
-    TORCH_CHECK(first && second,
-                "Both mgpu events must be recorded before the time between them is asked for.");
+    check_recorded(first, second);
     return elapsed_ms(*static_cast<StreamEvent*>(first), *static_cast<StreamEvent*>(second));
   }
 };

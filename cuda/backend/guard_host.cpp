@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// guard.cpp: devices, streams and events as torch's C++ core asks for them (DeviceGuardImplInterface).
+// guard_host.cpp: devices, streams and events as torch's C++ core asks for them (DeviceGuardImplInterface).
 //
 // The host flavour has one device, whose work is done when a call returns. Streams are numbers that each
 // thread carries, so that autograd's threads get the stream of the forward pass (exchangeStream); an event is
 // a point in time.
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include "backend/guard.h"
 
 #include <atomic>
 #include <chrono>
-
-#include "backend/device.h"
 
 namespace mgpu {
 
@@ -19,21 +17,10 @@ using Clock = std::chrono::steady_clock;
 
 thread_local c10::StreamId current_stream = 0;
 
-c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, mgpu_device(), id); }
-
-struct MgpuGuard final : c10::impl::DeviceGuardImplInterface {
+struct MgpuGuard final : OneDeviceGuard {
   MgpuGuard() = default;
   explicit MgpuGuard(c10::DeviceType /*type*/) {}
 
-  c10::DeviceType type() const override { return kDeviceType; }
-  c10::Device exchangeDevice(c10::Device /*device*/) const override { return mgpu_device(); }
-  c10::Device getDevice() const override { return mgpu_device(); }
-  void setDevice(c10::Device /*device*/) const override {}
-  void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const override {
-    return c10::DeviceCapability();
-  }
   void synchronizeDevice(const c10::DeviceIndex /*device*/) const override {}
 
   c10::Stream getStream(c10::Device /*device*/) const override { return stream_of(current_stream); }
@@ -65,8 +52,7 @@ struct MgpuGuard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* /*event*/) const override { return true; }
   void synchronizeEvent(void* /*event*/) const override {}
   double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
-    TORCH_CHECK(first && second,
-                "Both mgpu events must be recorded before the time between them is asked for.");
+    check_recorded(first, second);
     const auto between = *static_cast<Clock::time_point*>(second) - *static_cast<Clock::time_point*>(first);
     return std::chrono::duration<double, std::milli>(between).count();
   }

@@ -52,8 +52,8 @@ def init(devices: str | None = None) -> torch.device:
         devices: the mesh, as in MGPU_DEVICES: `cpu:4`, `0,1`, `0,0,0,0`. None: what MGPU_DEVICES says, else all GPUs,
             else `cpu:1`; and any mesh at all if the device is registered.
     Returns: `torch.device("mgpu")`; a process has one mesh, index 0.
-    Raises: RuntimeError if another mesh or another PrivateUse1 backend is registered, or in a forked process;
-        ValueError if `devices` cannot be read; TypeError if it is no text;
+    Raises: RuntimeError if a GPU of the mesh is not there, if another mesh or another PrivateUse1 backend is registered,
+        or in a forked process; ValueError if `devices` cannot be read; TypeError if it is no text;
         ns_mgpu_splat.device.build.BuildError if the module cannot be built.
     """
     global _mesh, _flavour
@@ -69,7 +69,13 @@ def init(devices: str | None = None) -> torch.device:
                 f"Another backend, {name!r}, holds torch's PrivateUse1 place in this process, and there is only one; "
                 "start a process without it to use mgpu."
             )
-        mesh = _wanted_mesh(devices)
+        try:
+            mesh = _wanted_mesh(devices)
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the sentence says it all; how it was read is nobody's business
+            raise error.with_traceback(None) from None
         if _flavour not in (None, mesh.flavour):
             raise RuntimeError(
                 f"The native module's flavour {_flavour!r} is loaded, and the mesh {', '.join(mesh.shards)} needs "

@@ -29,7 +29,7 @@ def parse_devices(text: str | None, *, gpus: int) -> MeshConfig:
     Args:
         text: None or blank stands for all GPUs, and for `cpu:1` where there is none.
         gpus: how many CUDA devices this process sees.
-    Raises: ValueError, in one sentence, if `text` is neither form, or names a GPU that is not there.
+    Raises: in one sentence, ValueError if `text` is neither form, RuntimeError if it names a GPU that is not there.
     """
     if text is None or not text.strip():
         text = ",".join(str(gpu) for gpu in range(gpus)) if gpus else "cpu:1"
@@ -47,7 +47,7 @@ def parse_devices(text: str | None, *, gpus: int) -> MeshConfig:
         missing = next((index for index in indices if index >= gpus), None)
         if missing is not None:
             there = f"{gpus} CUDA device{'s' if gpus != 1 else ''}" if gpus else "no CUDA device"
-            raise ValueError(
+            raise RuntimeError(
                 f"MGPU_DEVICES is {text!r}, but torch sees {there} here, so there is no GPU {missing}; "
                 "use cpu:1 for a machine without GPUs."
             )

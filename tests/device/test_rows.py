@@ -100,7 +100,13 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed convolution": lambda x: F.conv_transpose1d(x, x[:7, :5], padding=1),
 }
 # what each of them, and its gradient, may leave to the lead shard: small operands, and operators that are not cut
-LEAD = {"aten::fill_.Scalar", "aten::arange.start_out", "aten::_copy_from", "aten::zero_", "aten::sum.IntList_out"}
+LEAD = {
+    "aten::fill_.Scalar",
+    "aten::arange.start_out",
+    "aten::_copy_from",
+    "aten::zero_",
+    "aten::sum.IntList_out",
+}
 
 
 @pytest.mark.usefixtures("split_everything")

@@ -198,3 +198,16 @@ def test_default_device_and_module_methods() -> None:
     assert next(module.parameters()).is_mgpu
     assert not next(module.cpu().parameters()).is_mgpu
     assert ROWS.mgpu().is_mgpu
+
+
+def test_another_index_than_the_only_one_is_refused() -> None:
+    for make in (
+        lambda: torch.ones(3, device="mgpu:1"),
+        lambda: torch.empty_strided((3,), (1,), device="mgpu:2"),
+        lambda: torch.ones(3).to("mgpu:1"),
+        lambda: torch.ones(3, device="mgpu").to("mgpu:1"),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"There is one mgpu device, mgpu:0, and no mgpu:\d; its shards"
+        ):
+            make()
