@@ -171,7 +171,7 @@ def test_wrong_shapes_get_torchs_words() -> None:
         torch.cat([x, x[:, :2]])
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         x[:, :, 0] @ x[:3, :, 0]
-    with pytest.raises(IndexError, match="The shape of the mask .* does not match"):
+    with pytest.raises(IndexError, match=r"The shape of the mask .* does not match"):
         x[torch.ones(5, dtype=torch.bool, device="mgpu")]
     with pytest.raises(RuntimeError, match="shape mismatch: value tensor of shape"):
         x[MANY.to("mgpu")] = x[:7].clone()
