@@ -165,7 +165,6 @@ def test_pose_gradients_are_those_of_autograd() -> None:
     pair.assert_equal()
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("absolute", [False, True])
 def test_screen_gradients_are_norms_of_the_records_gradients(absolute: bool) -> None:
     """Oracle: gsplat's DefaultStrategy in torch: gradients times half an image and the number of cameras, norm, index_add."""
@@ -199,9 +198,7 @@ def test_screen_gradients_are_norms_of_the_records_gradients(absolute: bool) -> 
     assert int(seen.max()) == 4
 
 
-=======
 @pytest.mark.sanitize
->>>>>>> 01d8ec2 (tests: sanitize.sh, memcheck and racecheck in one command; docs of memory)
 def test_no_rows_and_nothing_in_sight() -> None:
     pair = Pair()
     empty = SplatTable(0)
