@@ -113,7 +113,11 @@ def init(devices: str | None = None) -> torch.device:
         _mesh = mesh
         if checked:
             _log.info("MGPU_CHECK_LOCALITY=1: shards run in turn, each with the others' pages protected")
-        return torch.device("mgpu", 0)
+        device = torch.device("mgpu", 0)
+        torch.empty(
+            0, device=device
+        )  # before torch's own lazy initialisation its synchronize() does not wait
+        return device
 
 
 def _wanted_mesh(devices: str | None) -> config.MeshConfig:
