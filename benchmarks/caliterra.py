@@ -73,6 +73,8 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
     config.pipeline.datamanager.train_cameras_sampling_seed = seed
     config.pipeline.datamanager.dataparser.downscale_factor = options["downscale"]
     config.pipeline.model.max_gaussians = CAP
+    for name, value in options["model"]:
+        setattr(config.pipeline.model, name, type(getattr(config.pipeline.model, name) or 0)(value))
     pipeline = config.pipeline.setup(device=device, test_mode="val")
     model, images = pipeline.model, pipeline.datamanager.train_dataset
     optimizers = SplatOptimizers(config.optimizers, pipeline.get_param_groups(), model, steps, seed)
@@ -121,6 +123,8 @@ def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict
         command += ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True"]
         command += ["--max-num-iterations", steps, "--schedule-steps", steps, "--machine.seed", seed]
         command += ["--pipeline.model.max-gaussians", CAP]
+        for name, value in options["model"]:
+            command += [f"--pipeline.model.{name.replace('_', '-')}", value]
         command += ["--pipeline.datamanager.train-cameras-sampling-seed", seed]
         command += ["--pipeline.datamanager.dataparser.downscale-factor", options["downscale"]]
         env = {**os.environ, "COLUMNS": "200"}
@@ -154,6 +158,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of noise, draws and image order")
     parser.add_argument(
         "--runs", nargs="+", choices=["bare", "ns-train"], default=["bare", "ns-train"], help="which loops"
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=[],
+        type=lambda text: tuple(text.split("=", 1)),
+        metavar="NAME=VALUE",
+        help="options of the model, as in strategy=default",
     )
     parser.add_argument("--keep", type=Path, help="folder for what ns-train writes")
     parser.add_argument("--lock", type=Path, help="file to lock while training, against other benchmarks")

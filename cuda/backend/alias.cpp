@@ -12,12 +12,15 @@ namespace mgpu {
 
 namespace {
 
-// An alias keeps its storage alive through its DataPtr's context.
-void drop_storage(void* context) { delete static_cast<c10::Storage*>(context); }
+// An alias keeps its storage alive through its DataPtr's context: a reference on it.
+void drop_storage(void* context) {
+  c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
+}
 
 c10::Storage storage_over(const c10::Storage& kept, c10::Device device, c10::Allocator* allocator) {
   c10::StorageImpl* impl = kept.unsafeGetStorageImpl();
-  c10::DataPtr data(impl->mutable_data(), new c10::Storage(kept), &drop_storage, device);
+  c10::Storage reference = kept;
+  c10::DataPtr data(impl->mutable_data(), reference.unsafeReleaseStorageImpl(), &drop_storage, device);
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
                                                std::move(data), allocator, /*resizable=*/true);
 }

@@ -145,6 +145,7 @@ MGPU_BINDINGS(device) {
     return reserve(shape, capacity_rows, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   });
   m.def("grow", &grow, no_gil);
+  m.def("shrink", &shrink, no_gil);
   m.def("placement", &placement, no_gil);
   m.def("place", &place, no_gil);
   m.def("to_host", &to_host, no_gil);

@@ -66,7 +66,8 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
   const size_t first = stack->size() - arguments;
   Aliases aliases;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> written;  // (original, alias)
-  c10::SmallVector<c10::IValue, 8> originals(stack->begin() + static_cast<int64_t>(first), stack->end());
+  c10::SmallVector<c10::IValue, 8> originals;
+  for (size_t i = 0; i < arguments; ++i) originals.push_back(std::move((*stack)[first + i]));
 
   auto convert = [&](const at::Tensor& tensor, bool writes, bool in_list = false) {
     check_device(entry, tensor);
@@ -74,24 +75,24 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
     if (writes) written.emplace_back(tensor, alias);
     return alias;
   };
-  auto convert_argument = [&](size_t i, c10::IValue& value) {
+  auto converted = [&](size_t i) -> c10::IValue {
+    const c10::IValue& value = originals[i];
     const bool writes = entry.writes[i];
-    if (value.isTensor()) {
-      value = c10::IValue(convert(value.toTensor(), writes));
-    } else if (value.isTensorList()) {
+    if (value.isTensor()) return c10::IValue(convert(value.toTensor(), writes));
+    if (value.isTensorList()) {
       auto list = value.toTensorVector();
       for (at::Tensor& tensor : list) tensor = convert(tensor, writes, true);
-      value = c10::IValue(c10::List<at::Tensor>(list));
-    } else if (value.isOptionalTensorList()) {
+      return c10::IValue(c10::List<at::Tensor>(list));
+    }
+    if (value.isOptionalTensorList()) {
       auto list = value.toOptionalTensorVector();
       for (auto& tensor : list)
         if (tensor) tensor = convert(*tensor, writes, true);
-      value = c10::IValue(c10::List<std::optional<at::Tensor>>(list));
-    } else {
-      value = backing_value(entry, i, value);
+      return c10::IValue(c10::List<std::optional<at::Tensor>>(list));
     }
+    return backing_value(entry, i, value);
   };
-  for (size_t i = 0; i < arguments; ++i) convert_argument(i, (*stack)[first + i]);
+  for (size_t i = 0; i < arguments; ++i) (*stack)[first + i] = converted(i);
   try {
     AllocationScope results_from_the_pool;
     call_backing(*entry.handle, stack);
@@ -100,10 +101,7 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
     if (entry.in_place || !release_caches()) throw_out_of_memory(error);
     aliases.reset();
     stack->resize(first);
-    for (size_t i = 0; i < arguments; ++i) {
-      stack->push_back(originals[i]);
-      convert_argument(i, stack->back());
-    }
+    for (size_t i = 0; i < arguments; ++i) stack->push_back(converted(i));
     try {
       AllocationScope results_from_the_pool;
       call_backing(*entry.handle, stack);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/growth.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
@@ -90,42 +91,74 @@ at::Tensor reserve(const std::vector<int64_t>& shape, int64_t capacity_rows, c10
   return at::Tensor(std::move(impl));
 }
 
-void grow(const at::Tensor& tensor, int64_t rows) {
-  check_mgpu(tensor, "grow");
-  TORCH_CHECK(
-      tensor.dim() >= 1 && tensor.is_contiguous() && tensor.storage_offset() == 0 &&
-          static_cast<size_t>(tensor.numel()) * tensor.dtype().itemsize() == tensor.storage().nbytes(),
-      "torch.mgpu.grow needs the whole tensor that torch.mgpu.reserve made, and got a view of a part of it, "
-      "of shape ",
-      tensor.sizes(), ".");
-  TORCH_CHECK(!tensor.grad_fn(),
-              "torch.mgpu.grow needs a tensor outside of any graph, and this one was made by an operator "
-              "with gradient. "
-              "Grow between steps, and detach() first.");
-  TORCH_CHECK(!tensor.grad().defined(), "torch.mgpu.grow: the tensor still has a .grad of its old size, ",
-              tensor.grad().sizes(), ". Set .grad to None first.");
-  const int64_t row_bytes = row_bytes_of(tensor.sizes(), tensor.dtype().itemsize());
-  const void* base = tensor.storage().data();  // the tensor's own data_ptr() is null while it has no rows
-  const BlockInfo block = find_block(base);
-  TORCH_CHECK(row_bytes == 0 || (block.base == base && block.base != nullptr && block.capacity > 0),
-              "torch.mgpu.grow: this tensor was not made by torch.mgpu.reserve(), so it has no room to grow "
-              "in place.");
-  const int64_t others = other_holders(tensor.storage());
-  TORCH_CHECK(others == 0, "torch.mgpu.grow: ", others,
-              " other tensor(s) or storage(s) share this memory. Growing one would leave the others at their "
-              "old size: drop the views first.");
-  TORCH_CHECK(rows >= tensor.size(0), "torch.mgpu.grow: the tensor has ", tensor.size(0),
-              " rows and was asked for ", rows, " in total; it can only grow.");
-  TORCH_CHECK(row_bytes == 0 || rows <= block.capacity / row_bytes, "torch.mgpu.grow: ", rows,
-              " rows do not fit the reserved capacity of ", row_bytes ? block.capacity / row_bytes : 0,
-              " rows. Reserve more, or make a new tensor and copy.");
-  if (row_bytes > 0) with_torch_errors("torch.mgpu.grow", [&] { grow_block(block.base, rows * row_bytes); });
+namespace {
+
+// What growing and shrinking have in common: refuses tensors whose number of rows cannot change in place.
+struct Resizable {
+  Resizable(const at::Tensor& tensor, const char* function) {
+    const std::string name = std::string("torch.mgpu.") + function;
+    check_mgpu(tensor, function);
+    TORCH_CHECK(
+        tensor.dim() >= 1 && tensor.is_contiguous() && tensor.storage_offset() == 0 &&
+            static_cast<size_t>(tensor.numel()) * tensor.dtype().itemsize() == tensor.storage().nbytes(),
+        name,
+        " needs the whole tensor that torch.mgpu.reserve made, and got a view of a part of it, of shape ",
+        tensor.sizes(), ".");
+    TORCH_CHECK(!tensor.grad_fn(), name,
+                " needs a tensor outside of any graph, and this one was made by an operator with gradient. ",
+                "Call it between steps, and detach() first.");
+    TORCH_CHECK(!tensor.grad().defined(), name, ": the tensor still has a .grad of its old size, ",
+                tensor.grad().sizes(), ". Set .grad to None first.");
+    row_bytes = row_bytes_of(tensor.sizes(), tensor.dtype().itemsize());
+    const void* base = tensor.storage().data();  // the tensor's own data_ptr() is null while it has no rows
+    block = find_block(base);
+    TORCH_CHECK(row_bytes == 0 || (block.base == base && block.base != nullptr && block.capacity > 0), name,
+                ": this tensor was not made by torch.mgpu.reserve(), so it has no room to grow in place.");
+    const int64_t others = other_holders(tensor.storage());
+    TORCH_CHECK(
+        others == 0, name, ": ", others,
+        " other tensor(s) or storage(s) share this memory. They would be left at their old size: drop "
+        "the views first.");
+  }
+
+  int64_t row_bytes;
+  BlockInfo block;
+};
+
+void set_rows(const at::Tensor& tensor, int64_t rows, int64_t row_bytes) {
   tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(rows * row_bytes));
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape[0] = rows;
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
   // a graph that saved the old tensor must not use it
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+void grow(const at::Tensor& tensor, int64_t rows) {
+  const Resizable self(tensor, "grow");
+  const int64_t row_bytes = self.row_bytes, capacity = row_bytes ? self.block.capacity / row_bytes : 0;
+  TORCH_CHECK(rows >= tensor.size(0), "torch.mgpu.grow: the tensor has ", tensor.size(0),
+              " rows and was asked for ", rows, " in total; it can only grow.");
+  TORCH_CHECK(row_bytes == 0 || rows <= capacity, "torch.mgpu.grow: ", rows,
+              " rows do not fit the reserved capacity of ", capacity,
+              " rows. Reserve more, or make a new tensor and copy.");
+  if (row_bytes > 0)
+    with_torch_errors("torch.mgpu.grow", [&] { grow_block(self.block.base, rows * row_bytes); });
+  set_rows(tensor, rows, row_bytes);
+}
+
+void shrink(const at::Tensor& tensor, int64_t rows) {
+  const Resizable self(tensor, "shrink");
+  TORCH_CHECK(rows >= 0 && rows <= tensor.size(0), "torch.mgpu.shrink: the tensor has ", tensor.size(0),
+              " rows and was asked for ", rows, " in total; it can only shrink.");
+  if (self.row_bytes > 0) {
+    at::NoGradGuard no_grad;
+    tensor.detach().narrow(0, rows, tensor.size(0) - rows).zero_();  // growth takes it for zero
+    with_torch_errors("torch.mgpu.shrink", [&] { shrink_block(self.block.base, rows * self.row_bytes); });
+  }
+  set_rows(tensor, rows, self.row_bytes);
 }
 
 at::Tensor placement(const at::Tensor& tensor) {

@@ -17,6 +17,10 @@ at::Tensor reserve(const std::vector<int64_t>& shape, int64_t capacity_rows, c10
 // has no capacity left.
 void grow(const at::Tensor& tensor, int64_t rows);
 
+// Let a reserved tensor have its first `rows` rows only, in place; the memory is kept for growing again.
+// Refused like grow.
+void shrink(const at::Tensor& tensor, int64_t rows);
+
 // One entry per page that the tensor's elements touch: its shard, or -1 while it is in host memory.
 at::Tensor placement(const at::Tensor& tensor);
 

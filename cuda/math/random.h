@@ -12,7 +12,7 @@
 namespace mgpu::math {
 
 // What a draw is for: streams of the same seed never meet.
-enum class Stream : uint32_t { kNoise = 1, kSample = 2 };
+enum class Stream : uint32_t { kNoise = 1, kSample = 2, kSplit = 3 };
 
 struct Random4 {
   uint32_t x[4];

@@ -303,15 +303,7 @@ class Pool {
         arena.grow_to(pages, [&](int64_t page) { return equal_page_shard(page, pages); });
       }
       arena.zero(old_pages, arena.mapped_pages() - old_pages);
-      if (!arena.placed_by_user) {
-        // the chunks of all shards have become larger: deal the older pages again, but for those in host
-        // memory
-        std::vector<int16_t> places;
-        for (int64_t page = 0; page < arena.mapped_pages(); ++page)
-          places.push_back(arena.place(page) == kHostPage ? kHostPage
-                                                          : equal_page_shard(page, arena.mapped_pages()));
-        arena.move(0, places);
-      }
+      if (!arena.placed_by_user) deal_again(arena, pages);
     } catch (...) {
       count(block, +1);
       throw;
@@ -320,7 +312,31 @@ class Pool {
     count(block, +1);
   }
 
+  // The chunks of all shards have changed: deal the pages in use again, but for those in host memory.
+  static void deal_again(Arena& arena, int64_t pages) {
+    std::vector<int16_t> places;
+    for (int64_t page = 0; page < pages; ++page)
+      places.push_back(arena.place(page) == kHostPage ? kHostPage : equal_page_shard(page, pages));
+    arena.move(0, places);
+  }
+
  public:
+  void shrink(void* base, int64_t bytes) {
+    StillScope still;
+    with_retry([&] {
+      auto found = live_.find(static_cast<char*>(base));
+      if (found == live_.end() || !found->second.growable || bytes > found->second.bytes)
+        throw std::invalid_argument(
+            "only memory of torch.mgpu.reserve() can shrink, and only to fewer bytes");
+      Block& block = found->second;
+      count(block, -1);
+      block.used = block.bytes = bytes;
+      if (!block.arena->placed_by_user) deal_again(*block.arena, pages_for(bytes));
+      count(block, +1);
+      return 0;
+    });
+  }
+
   void free(void* base) noexcept {
     if (base == nullptr || forked_child.load()) return;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -677,6 +693,7 @@ void drop_adopted(const void* base) noexcept { pool().drop_adopted(base); }
 std::string memory_table() { return pool().table(); }
 void free_block(void* base) noexcept { pool().free(base); }
 void grow_block(void* base, int64_t bytes) { pool().grow(base, bytes); }
+void shrink_block(void* base, int64_t bytes) { pool().shrink(base, bytes); }
 BlockInfo find_block(const void* address) { return pool().info(address); }
 
 std::vector<int16_t> page_places(const void* begin, const void* end) {

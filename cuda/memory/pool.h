@@ -44,6 +44,10 @@ void free_block(void* base) noexcept;
 // std::invalid_argument when the block was not reserved or its capacity is less.
 void grow_block(void* base, int64_t bytes);
 
+// Let a reserved block hold `bytes`, fewer than it does. Its pages stay mapped for the next growth, which
+// takes what is in them for zero: the caller has cleared them.
+void shrink_block(void* base, int64_t bytes);
+
 // A segment of torch's CUDA allocator: split over the shards if it is large, else on the lead shard; its
 // pages can be moved, whoever uses them. Null if there is no memory. Freed by free_block().
 void* allocate_segment(int64_t bytes);

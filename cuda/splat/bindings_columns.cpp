@@ -90,6 +90,25 @@ AdamState state_of(const Tensors& state, const Tensors& columns, const std::vect
   return out;
 }
 
+RowStatistics statistics_of(const Tensors& statistics, bool absgrad, int64_t rows) {
+  RowStatistics out;
+  if (statistics.empty()) return out;
+  const std::vector<RowRange> homes = equal_chunks(rows);
+  const auto data = [&](size_t i, at::ScalarType type, const char* name) {
+    const Tensor& tensor = statistics[i];
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == type && tensor.is_contiguous() && tensor.dim() == 1 && tensor.size(0) == rows,
+        name, " is ", shape_of(tensor), ", expected ", type, " [", rows, "].");
+    declare_split(tensor, homes, name);
+    return tensor.data_ptr();
+  };
+  out.gradient = static_cast<float*>(data(0, at::kFloat, "statistics.gradient"));
+  out.views = static_cast<int32_t*>(data(1, at::kInt, "statistics.views"));
+  if (statistics.size() > 2) out.radius = static_cast<float*>(data(2, at::kFloat, "statistics.radius"));
+  out.absgrad = absgrad;
+  return out;
+}
+
 std::vector<RowRange> homes_of(const Tensors& columns) {
   return equal_chunks(columns.empty() || columns[0].dim() == 0 ? 0 : columns[0].size(0));
 }

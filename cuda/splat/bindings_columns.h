@@ -9,6 +9,7 @@
 
 #include "mesh/mesh.h"
 #include "splat/columns.h"
+#include "splat/statistics.h"
 
 namespace mgpu::splat {
 
@@ -32,6 +33,9 @@ AdamState state_of(const Tensors& state, const Tensors& columns, const std::vect
 inline AdamState state_of(const Tensors& state, const Tensors& columns) {
   return state_of(state, columns, homes_of(columns));
 }
+
+// Statistics of default densification: gradient, views and, if wanted, radius; none: nothing is gathered.
+RowStatistics statistics_of(const Tensors& statistics, bool absgrad, int64_t rows);
 
 // Says whose rows of another array of the table are whose.
 void declare_split(const at::Tensor& tensor, const std::vector<RowRange>& homes, const char* what);

@@ -79,13 +79,14 @@ py::tuple l1_ssim_tensors(const at::Tensor& rgb, const at::Tensor& target, doubl
 }
 
 StepSettings step_settings(const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg,
-                           double scale_reg, bool wanted_means) {
+                           double scale_reg, bool wanted_means, const RowStatistics& statistics) {
   StepSettings settings;
   settings.lrs = lrs;
   settings.noise_scale = noise_scale;
   settings.opacity_reg = opacity_reg;
   settings.scale_reg = scale_reg;
   settings.wanted_means = wanted_means;
+  settings.statistics = statistics;
   return settings;
 }
 
@@ -104,36 +105,20 @@ struct TrainResult {
   Tensors images;  // if wanted
 };
 
-ScreenGradients screen_gradients_of(const at::Tensor& sum, const at::Tensor& seen, bool absolute,
-                                    const Frame& frame) {
-  const int64_t rows = frame.columns.num_rows;
-  TORCH_CHECK_VALUE(sum.scalar_type() == at::kFloat && sum.dim() == 1 && sum.size(0) == rows &&
-                        sum.is_contiguous() && seen.scalar_type() == at::kInt && seen.dim() == 1 &&
-                        seen.size(0) == rows && seen.is_contiguous(),
-                    "the screen gradients are ", shape_of(sum), " and ", shape_of(seen),
-                    "; expected float32 and int32 [", rows, "] as the table's rows.");
-  declare_split(sum, frame.homes, "screen gradients");
-  declare_split(seen, frame.homes, "screen gradients");
-  return {sum.mutable_data_ptr<float>(), seen.mutable_data_ptr<int32_t>(), absolute};
-}
-
-using ScreenTensors = std::tuple<at::Tensor, at::Tensor, bool>;
-
 std::unique_ptr<TrainResult> train_step_tensors(
     const Tensors& columns, const Tensors& state, const std::shared_ptr<History>& history,
     const std::vector<CameraArguments>& cameras, const Tensors& targets,
     const std::vector<std::optional<at::Tensor>>& masks, const std::vector<std::shared_ptr<Frame>>& pending,
     double ssim_weight, const Background& background, bool antialiased, int sh_degree, bool wanted_viewmats,
-    bool wanted_step, bool wanted_images, const std::optional<ScreenTensors>& screen_gradients,
-    const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg, double scale_reg,
-    bool wanted_means) {
+    bool wanted_step, bool wanted_images, const std::array<double, kColumns>& lrs, double noise_scale,
+    double opacity_reg, double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad) {
   py::gil_scoped_release release;
   TORCH_CHECK_VALUE(targets.size() == cameras.size() && (masks.empty() || masks.size() == cameras.size()),
                     "there are ", cameras.size(), " cameras, ", targets.size(), " targets and ", masks.size(),
                     " masks; expected one of each.");
   RenderSettings render = render_settings(background, antialiased, sh_degree);
   render.wanted_depth = false;
-  render.wanted_absgrad = screen_gradients && std::get<2>(*screen_gradients);
+  render.wanted_absgrad = absgrad;
   auto out = std::make_unique<TrainResult>();
   auto frame = make_frame(columns, state, history, cameras, render);
   std::vector<TrainTarget> photographs;
@@ -149,11 +134,8 @@ std::unique_ptr<TrainResult> train_step_tensors(
   settings.ssim_weight = static_cast<float>(ssim_weight);
   settings.wanted_viewmats = wanted_viewmats;
   settings.wanted_step = wanted_step;
-  settings.step = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means);
-  if (screen_gradients) {
-    const auto& [sum, seen, absolute] = *screen_gradients;
-    settings.screen_gradients = screen_gradients_of(sum, seen, absolute, *frame);
-  }
+  settings.step = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
+                                statistics_of(statistics, absgrad, frame->columns.num_rows));
   std::vector<const Frame*> waiting;
   for (const auto& earlier : pending) waiting.push_back(earlier.get());
   out->outcome = train_step(*frame, std::move(waiting), photographs, settings, *history);
@@ -189,8 +171,7 @@ MGPU_BINDINGS(train) {
       "splat_step",
       [](const std::vector<std::shared_ptr<Frame>>& frames, const Tensors& columns, const Tensors& state,
          History& history, const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg,
-         double scale_reg, bool wanted_means) {
-        const StepSettings settings = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means);
+         double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad) {
         StepReport report;
         {
           py::gil_scoped_release release;
@@ -198,13 +179,16 @@ MGPU_BINDINGS(train) {
           const AdamState moments = state_of(state, columns);
           std::vector<const Frame*> pointers;
           for (const auto& frame : frames) pointers.push_back(frame.get());
-          report = step(pointers, table, moments, history, settings);
+          report = step(pointers, table, moments, history,
+                        step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
+                                      statistics_of(statistics, absgrad, table.num_rows)));
           history.push(lrs, noise_scale);
         }
         return report_of(report);
       },
       py::arg("frames"), py::arg("columns"), py::arg("state"), py::arg("history"), py::arg("lrs"),
-      py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means") = true);
+      py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means") = true,
+      py::arg("statistics") = Tensors(), py::arg("absgrad") = false);
 
   py::class_<TrainResult>(m, "TrainResult", "What one train_step leaves; losses stay on the device.")
       .def("losses", &losses_of)
@@ -220,19 +204,9 @@ MGPU_BINDINGS(train) {
   m.def("train_step", &train_step_tensors, py::arg("columns"), py::arg("state"), py::arg("history"),
         py::arg("cameras"), py::arg("targets"), py::arg("masks"), py::arg("pending"), py::arg("ssim_weight"),
         py::arg("background"), py::arg("antialiased"), py::arg("sh_degree"), py::arg("wanted_viewmats"),
-        py::arg("wanted_step"), py::arg("wanted_images"), py::arg("screen_gradients"), py::arg("lrs"),
-        py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"));
-  m.def(
-      "add_screen_gradients",
-      [](const Frame& frame, const ScreenTensors& to) {
-        py::gil_scoped_release release;
-        const auto& [sum, seen, absolute] = to;
-        TORCH_CHECK_VALUE(!absolute || frame.settings.wanted_absgrad,
-                          "the frame was rendered without absgrad.");
-        add_screen_gradients(frame, screen_gradients_of(sum, seen, absolute, frame));
-      },
-      py::arg("frame"), py::arg("to"));
-
+        py::arg("wanted_step"), py::arg("wanted_images"), py::arg("lrs"), py::arg("noise_scale"),
+        py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"), py::arg("statistics"),
+        py::arg("absgrad"));
   // Bring all rows up to date and forget the steps held.
   m.def("splat_flush", [](const Tensors& columns, const Tensors& state, History& history) {
     const SplatColumns table = columns_of(columns);

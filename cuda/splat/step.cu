@@ -757,6 +757,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
   JoinedOperator joined;
   StepReport report;
   if (frames.empty() || columns.num_rows == 0) return report;
+  add_statistics(frames, settings.statistics);
   const History::Step now = history.next(settings.lrs, settings.noise_scale);
   std::vector<ShardStep> work;
   work.reserve(frames[0]->homes.size());

@@ -12,6 +12,7 @@
 #include "splat/columns.h"
 #include "splat/frame.h"
 #include "splat/history.h"
+#include "splat/statistics.h"
 
 namespace mgpu::splat {
 
@@ -21,6 +22,7 @@ struct StepSettings {
   double opacity_reg = 0.0;            // weight of the mean opacity of the rows seen in this step
   double scale_reg = 0.0;              // weight of the mean scale of the rows seen, over rows and axes
   bool wanted_means = true;            // of the report; without them a step does not wait for the GPU
+  RowStatistics statistics;            // to which the frames are added; null: to none
 };
 
 struct StepReport {

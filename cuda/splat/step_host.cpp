@@ -199,6 +199,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
   check_frames(frames, columns, history);
   StepReport report;
   if (frames.empty() || columns.num_rows == 0) return report;
+  add_statistics(frames, settings.statistics);
   const AdamHistory missed = history.view();
   const History::Step now = history.next(settings.lrs, settings.noise_scale);
   const std::vector<RowRange>& homes = frames[0]->homes;

@@ -60,9 +60,6 @@ TrainOutcome train_step(Frame& frame, std::vector<const Frame*> pending,
     out.dL_dviewmats.resize(static_cast<size_t>(views) * 12);
     run_stage(frame, "viewmats", [&] { project_backward(frame, nullptr, out.dL_dviewmats.data()); });
   }
-  if (settings.screen_gradients) {
-    run_stage(frame, "screen gradients", [&] { add_screen_gradients(frame, *settings.screen_gradients); });
-  }
   if (settings.wanted_step) {
     pending.push_back(&frame);
     run_stage(frame, "step", [&] {

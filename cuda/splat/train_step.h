@@ -4,13 +4,11 @@
 // device until they are asked for.
 #pragma once
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "memory/buffer.h"
 #include "splat/frame.h"
 #include "splat/history.h"
-#include "splat/screen_gradients.h"
 #include "splat/step.h"
 
 namespace mgpu::splat {
@@ -28,7 +26,6 @@ struct TrainSettings {
   float ssim_weight = 0.2f;
   bool wanted_viewmats = false;
   bool wanted_step = true;  // false: the gradients wait in the frame
-  std::optional<ScreenGradients> screen_gradients;
   StepSettings step;
 };
 

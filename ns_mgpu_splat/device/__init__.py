@@ -86,14 +86,15 @@ def init(devices: str | None = None) -> torch.device:
         if mesh.flavour == "cuda":
             torch.cuda.init()
         native_module = native()
-        threshold = config.shard_threshold(native_module.shard_threshold())
+        wanted_threshold = config.shard_threshold()
         checked = config.locality_checked()
 
         native_module.set_mesh(list(mesh.shards))
         chosen = native_module.start(memory)
         if chosen:
             _log.info("mgpu (%s): %s", ", ".join(mesh.shards), chosen)
-        native_module.set_shard_threshold(threshold)
+        if wanted_threshold:
+            native_module.set_shard_threshold(wanted_threshold)
         native_module.set_locality_checked(checked)
         native_module.mark_stage_threads()
         # at least two, so that a mesh of several shards really forks; a mesh of one keeps torch's own threads
@@ -112,7 +113,11 @@ def init(devices: str | None = None) -> torch.device:
         _mesh = mesh
         if checked:
             _log.info("MGPU_CHECK_LOCALITY=1: shards run in turn, each with the others' pages protected")
-        return torch.device("mgpu", 0)
+        device = torch.device("mgpu", 0)
+        torch.empty(
+            0, device=device
+        )  # before torch's own lazy initialisation its synchronize() does not wait
+        return device
 
 
 def _wanted_mesh(devices: str | None) -> config.MeshConfig:

@@ -57,14 +57,14 @@ def parse_devices(text: str | None, *, gpus: int) -> MeshConfig:
     )
 
 
-def shard_threshold(default: int) -> int:
-    """Bytes from which a tensor and its operators are split over the shards (MGPU_SHARD_THRESHOLD).
+def shard_threshold() -> int | None:
+    """Bytes from which a tensor and its operators are split over the shards (MGPU_SHARD_THRESHOLD); None: what suits them.
 
     Raises: ValueError if the variable is not a positive whole number.
     """
     text = os.environ.get("MGPU_SHARD_THRESHOLD", "").strip()
     if not text:
-        return default
+        return None
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"MGPU_SHARD_THRESHOLD is {text!r}, expected a number of bytes, 1 or more.")
     return int(text)

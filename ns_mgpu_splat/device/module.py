@@ -336,6 +336,15 @@ def grow(tensor: Tensor, rows: int) -> Tensor:
     return tensor
 
 
+def shrink(tensor: Tensor, rows: int) -> Tensor:
+    """Let a tensor of `reserve` have its first `rows` rows only: same object, same address, no copy.
+
+    Its memory is kept for growing again. Raises: RuntimeError as `grow` does, or if `rows` is more than it has.
+    """
+    _C.shrink(tensor, int(rows))
+    return tensor
+
+
 def placement(tensor: Tensor) -> Tensor:
     """Where a tensor lies: an int16 CPU tensor, one shard for each 2 MiB page it touches, -1 for host memory."""
     return _C.placement(tensor)

@@ -56,6 +56,9 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     max_gaussians: int = 1_000_000
     """Hard cap on the number of Gaussians, kept from the first step on: a larger seed cloud is thinned evenly. A
     Gaussian with SH degree 3 takes about 0.7 kB with its optimizer state. Raise it for detail, lower it for memory."""
+    strategy: Literal["mcmc", "default"] = "mcmc"
+    """How Gaussians multiply: "mcmc" moves dead ones onto live ones and walks at random; "default" clones, splits, prunes
+    and resets opacities as 3DGS did, and does without grow-factor, min-opacity, noise-lr and the two regularisers."""
     sh_degree: int = 3
     """Highest degree of the view-dependent colour, 0 to 3. 0 takes a quarter of the memory and cannot show shine."""
     sh_degree_interval: int = 1000
@@ -66,7 +69,8 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     refine_every: int = 100
     """Steps between two rounds of moving and multiplying Gaussians."""
     stop_split_at: int | None = None  # type: ignore[assignment]
-    """Step at which their number stops growing; None takes 5/6 of --schedule-steps. Training after it sharpens."""
+    """Step at which their number stops growing; None takes 5/6 of --schedule-steps (strategy "default": half of them).
+    Training after it sharpens."""
     grow_factor: float = 1.05
     """Growth of the number of Gaussians in a round, up to max-gaussians. 1 keeps the number of the seed points."""
     min_opacity: float = 0.005
@@ -77,6 +81,17 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     """Weight of the mean opacity of the visible Gaussians in the loss: frees Gaussians that nothing needs."""
     scale_reg: float = 0.01
     """Weight of the mean size of the visible Gaussians, in world units, in the loss: keeps them compact."""
+    densify_grad_thresh: float = 0.0002
+    """Strategy "default": mean pull on the screen above which a Gaussian multiplies. Lower it for more of them; 0.0008
+    suits --use-absgrad."""
+    use_absgrad: bool = False
+    """Strategy "default": add the pulls of pixels up without their signs, which splits blurred regions sooner (AbsGS)."""
+    densify_size_thresh: float = 0.01
+    """Strategy "default": a Gaussian that multiplies is split above this share of the scene's radius, cloned below."""
+    cull_alpha_thresh: float = 0.005
+    """Strategy "default": opacity below which a Gaussian is removed; resets lower all opacities to twice this."""
+    reset_alpha_every: int = 30
+    """Strategy "default": rounds between two resets of the opacities, which clear what no image needs."""
     ssim_lambda: float = 0.2
     """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
@@ -95,12 +110,7 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     # Parts of splatfacto that this method does without
     resolution_schedule: Suppress[int] = 0
     num_downscales: Suppress[int] = 0
-    cull_alpha_thresh: Suppress[float] = 0.005
     cull_scale_thresh: Suppress[float] = 0.5
-    reset_alpha_every: Suppress[int] = 30
-    densify_grad_thresh: Suppress[float] = 0.0008
-    use_absgrad: Suppress[bool] = False
-    densify_size_thresh: Suppress[float] = 0.01
     n_split_samples: Suppress[int] = 2
     cull_screen_size: Suppress[float] = 0.15
     split_screen_size: Suppress[float] = 0.05
@@ -160,7 +170,7 @@ class MgpuSplatModel(SplatfactoModel):
     Attributes:
         table: the Gaussians; its columns are the model's parameters.
         optimizer: the trainer's SplatAdam, or None in tools that only render.
-        strategy: MCMC densification.
+        strategy: densification, McmcStrategy or DefaultStrategy.
     """
 
     config: MgpuSplatModelConfig
@@ -248,20 +258,33 @@ class MgpuSplatModel(SplatfactoModel):
 
     def start_training(self, optimizer: Any, schedule_steps: int, seed: int) -> None:
         """Take the optimizer of the table and set densification up; called once, by the trainer."""
-        from ns_mgpu_splat.splats.densify import McmcStrategy
+        from ns_mgpu_splat.splats.densify import DefaultStrategy, McmcStrategy
 
         self.optimizer = optimizer
         self.schedule_steps = schedule_steps
-        stop = self.config.stop_split_at
-        self.strategy = McmcStrategy(
-            max_gaussians=self.config.max_gaussians,
-            refine_start=self.config.warmup_length,
-            refine_stop=stop if stop is not None else schedule_steps * 5 // 6,
-            refine_every=self.config.refine_every,
-            min_opacity=self.config.min_opacity,
-            grow_factor=self.config.grow_factor,
-            seed=seed,
-        )
+        config = self.config
+        common: dict[str, Any] = {
+            "max_gaussians": config.max_gaussians,
+            "refine_start": config.warmup_length,
+            "refine_every": config.refine_every,
+            "seed": seed,
+        }
+        stop = config.stop_split_at
+        kind: type[McmcStrategy | DefaultStrategy]
+        if config.strategy == "mcmc":
+            kind, usual_stop = McmcStrategy, schedule_steps * 5 // 6
+            common |= {"min_opacity": config.min_opacity, "grow_factor": config.grow_factor}
+        else:
+            kind, usual_stop = DefaultStrategy, schedule_steps // 2
+            common |= {
+                "scene_scale": self.extent,
+                "grow_gradient": config.densify_grad_thresh,
+                "absgrad": config.use_absgrad,
+                "split_scale": config.densify_size_thresh,
+                "prune_opacity": config.cull_alpha_thresh,
+                "reset_every": config.reset_alpha_every * config.refine_every,
+            }
+        self.strategy = kind(refine_stop=usual_stop if stop is None else stop, **common)
 
     def get_training_callbacks(
         self, training_callback_attributes: TrainingCallbackAttributes

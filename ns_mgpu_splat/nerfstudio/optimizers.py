@@ -64,14 +64,15 @@ class SplatOptimizers(Optimizers):
                 self._fixed[column] = initial * scale
             else:
                 self._moving.append((column, initial, scale, schedule))
+        explores = model.config.strategy == "mcmc"
         self.table = SplatAdam(
             model.table,
             self.rates(0),
             betas=kBetas,
             eps=kEps,
-            opacity_reg=model.config.opacity_reg,
-            scale_reg=model.config.scale_reg,
-            noise_lr=model.config.noise_lr,
+            opacity_reg=model.config.opacity_reg if explores else 0.0,
+            scale_reg=model.config.scale_reg if explores else 0.0,
+            noise_lr=model.config.noise_lr if explores else 0.0,
             seed=seed,
             report_means=False,
         )

@@ -6,13 +6,12 @@ from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.project import Records, project
 from ns_mgpu_splat.splats.render import Rendered, render
 from ns_mgpu_splat.splats.table import SplatTable
-from ns_mgpu_splat.splats.train import ScreenGradients, TrainReport, train_step
+from ns_mgpu_splat.splats.train import TrainReport, train_step
 
 __all__ = [
     "Camera",
     "Records",
     "Rendered",
-    "ScreenGradients",
     "SplatAdam",
     "SplatTable",
     "TrainReport",

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ns_mgpu_splat.device import native
-from ns_mgpu_splat.splats.table import COLUMNS, COPY_ROWS, SplatTable, grow_parameter, reserve, resized
-
-if TYPE_CHECKING:
-    from ns_mgpu_splat.splats.train import ScreenGradients
+from ns_mgpu_splat.splats.statistics import RowStatistics
+from ns_mgpu_splat.splats.table import (
+    COLUMNS,
+    COPY_ROWS,
+    SplatTable,
+    grow_parameter,
+    reserve,
+    resized,
+    shrink_parameter,
+)
 
 STATE_VERSION = 1
 FLUSH_EVERY = 1000  # steps; bounds the history (native limit: AdamHistory.max_steps)
@@ -73,6 +79,9 @@ class SplatAdam:
         self.report: dict[str, float] = {"rows_seen": 0, "mean_opacity": 0.0, "mean_scale": 0.0}
         """Of the latest step: rows seen, and the means that the regularisers weigh, before the step."""
 
+        self.statistics: RowStatistics | None = None
+        """What steps add up for default densification; a strategy that wants it puts it here."""
+
     @property
     def steps(self) -> int:
         """Steps taken so far."""
@@ -81,6 +90,15 @@ class SplatAdam:
     def state(self) -> list[Tensor]:
         """The state as the native functions take it: exp_avg by column, exp_avg_sq by column, last_step."""
         return [*(self.exp_avg[n] for n in COLUMNS), *(self.exp_avg_sq[n] for n in COLUMNS), self.last_step]
+
+    @property
+    def wants_absgrad(self) -> bool:
+        """Whether renders are to keep sums of absolute gradients, which cost a little."""
+        return self.statistics is not None and self.statistics.absgrad
+
+    def other_rows(self) -> list[Tensor]:
+        """What else has a value a row, and moves with the table's rows."""
+        return [] if self.statistics is None else self.statistics.tensors()
 
     # ---- stepping
 
@@ -96,19 +114,16 @@ class SplatAdam:
         )
         self.stepped(report)
 
-    def add_screen_gradients(self, to: ScreenGradients) -> None:
-        """Add those of all pending frames; call it between `backward()` and `step()`."""
-        for frame in self.pending:
-            native().add_screen_gradients(frame, to.arguments())
-
     def step_arguments(self) -> tuple[Any, ...]:
-        """What the native functions that step take last: rates, noise, weights of the regularisers, report_means."""
+        """What the native functions that step take last: rates, noise, regularisers, report_means, statistics."""
         return (
             [self.lrs[name] for name in COLUMNS],
             self.lrs["means"] * self.noise_lr,
             self.opacity_reg,
             self.scale_reg,
             self.report_means,
+            self.other_rows(),
+            self.wants_absgrad,
         )
 
     def stepped(self, report: dict[str, float]) -> None:
@@ -128,7 +143,7 @@ class SplatAdam:
             raise ValueError("flush() with gradients pending: call step() or zero_pending() first.")
         native().splat_flush(self.table.columns(), self.state(), self.history)
 
-    # ---- growing
+    # ---- growing and shrinking
 
     def grow(self, rows: int) -> None:
         """Follow the table to `rows` rows, in place: the new rows have zero moments and are up to date."""
@@ -136,12 +151,28 @@ class SplatAdam:
             raise ValueError("grow() with gradients pending: call step() or zero_pending() first.")
         old = self.last_step.shape[0]
         if rows < old:
-            raise ValueError(f"grow({rows:,}) on an optimizer of {old:,} rows; it cannot shrink.")
+            raise ValueError(f"grow({rows:,}) on an optimizer of {old:,} rows; use shrink().")
         if rows == old:
             return
         for tensor in self.state():
             grow_parameter(tensor, rows)
         self.last_step[old:].fill_(self.steps)
+        if self.statistics is not None:
+            self.statistics.grow(rows)
+
+    def shrink(self, rows: int) -> None:
+        """Follow the table to its first `rows` rows, in place."""
+        if self.pending:
+            raise ValueError("shrink() with gradients pending: call step() or zero_pending() first.")
+        old = self.last_step.shape[0]
+        if rows > old:
+            raise ValueError(f"shrink({rows:,}) on an optimizer of {old:,} rows; use grow().")
+        if rows == old:
+            return
+        for tensor in self.state():
+            shrink_parameter(tensor, rows)
+        if self.statistics is not None:
+            self.statistics.shrink(rows)
 
     def reset_rows(self, index: Tensor) -> None:
         """Set the moments of the rows `index` (int64, any order) to zero; they count as up to date."""
@@ -163,6 +194,7 @@ class SplatAdam:
             "lrs": copy.copy(self.lrs),
             "exp_avg": dict(self.exp_avg),
             "exp_avg_sq": dict(self.exp_avg_sq),
+            "statistics": None if self.statistics is None else self.statistics.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,6 +225,8 @@ class SplatAdam:
             if self.last_step.shape[0] != rows:
                 self.last_step.data = resized(self.last_step.data, rows, capacity)
             self.last_step.fill_(int(state["steps"]))
+        gathered = state.get("statistics")
+        self.statistics = None if gathered is None else RowStatistics.from_state_dict(gathered, capacity)
         self.betas = (float(state["betas"][0]), float(state["betas"][1]))
         self.eps = float(state["eps"])
         self.seed = int(state["seed"])

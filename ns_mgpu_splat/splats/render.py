@@ -61,7 +61,6 @@ def render(
     antialiased: bool = False,
     sh_degree: int | None = None,
     depth: bool = True,
-    absgrad: bool = False,
     optimizer: SplatAdam | None = None,
 ) -> list[Rendered]:
     """Render the Gaussians of `table` in each camera.
@@ -73,7 +72,6 @@ def render(
         antialiased: dim opacities by sqrt(det / dilated det) (Mip-Splatting, arXiv 2311.16493).
         sh_degree: use the bands up to this one; None: all of the table's.
         depth: accumulate depth, too; False is cheaper, above all on the way back.
-        absgrad: have sums of absolute gradients of the means in the image, for `SplatAdam.add_screen_gradients`.
         optimizer: read rows as they are after its latest step, although not all of them have been written yet; in grad
             mode backward leaves the rows' gradients in `optimizer.pending` for `optimizer.step()`, and no column gets a
             `.grad`. None: plain autograd.
@@ -94,7 +92,7 @@ def render(
         bool(antialiased),
         degree,
         bool(depth),
-        bool(absgrad),
+        optimizer is not None and optimizer.wants_absgrad,
         optimizer,
         torch.is_grad_enabled(),
     )

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ns_mgpu_splat.device import native
 from ns_mgpu_splat.splats import ply, seed
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ns_mgpu_splat.splats.optimizer import SplatAdam
 
 COLUMNS = ("means", "quats", "scales", "opacities", "sh0", "shN")
 """Names of the columns, in the order that all operators use."""
@@ -235,7 +238,7 @@ class SplatTable:
         """
         if rows < self.num_rows:
             raise ValueError(
-                f"grow({rows:,}) on a table of {self.num_rows:,} rows; use resize() to shrink it."
+                f"grow({rows:,}) on a table of {self.num_rows:,} rows; use shrink() to make it smaller."
             )
         if rows > self.capacity:
             raise ValueError(
@@ -245,6 +248,53 @@ class SplatTable:
         if rows > self.num_rows:
             for column in self.columns():
                 grow_parameter(column, rows)
+
+    def shrink(self, rows: int) -> None:
+        """Have the first `rows` rows only, in place: parameters and addresses stay, and so does the capacity.
+
+        Raises: ValueError if `rows` is more than the table has.
+        """
+        if rows > self.num_rows:
+            raise ValueError(f"shrink({rows:,}) on a table of {self.num_rows:,} rows; use grow().")
+        if rows < self.num_rows:
+            for column in self.columns():
+                shrink_parameter(column, rows)
+
+    def compact(self, keep: Tensor, optimizer: SplatAdam | None = None) -> int:
+        """Keep the rows where `keep` is true, in their order and in place; returns how many they are.
+
+        Args:
+            keep: (N,) bool, on any device.
+            optimizer: of this table, if it has one; it is flushed, and its state follows.
+        Raises: ValueError for another shape or type.
+        """
+        if optimizer is not None:
+            optimizer.flush()
+        state = None if optimizer is None else optimizer.state()
+        others = [] if optimizer is None else optimizer.other_rows()
+        rows = native().compact(self.columns(), state, others, keep.to(self.means.device).contiguous())
+        del state, others
+        self.shrink(rows)
+        if optimizer is not None:
+            optimizer.shrink(rows)
+        return int(rows)
+
+    def reorder(self, optimizer: SplatAdam | None = None) -> None:
+        """Put rows that are close in space close in memory: in the order of their means along a Morton curve, in place.
+
+        Images and gradients stay the same, row for row. What is drawn by row number is not: MCMC's exploration noise of a
+        Gaussian comes from its new row from here on, which is as good a draw.
+
+        Args:
+            optimizer: of this table, if it has one; it is flushed, and its state follows.
+        """
+        if optimizer is not None:
+            optimizer.flush()
+        native().reorder(
+            self.columns(),
+            None if optimizer is None else optimizer.state(),
+            [] if optimizer is None else optimizer.other_rows(),
+        )
 
     def resize(self, rows: int, *, capacity: int | None = None) -> None:
         """Have exactly `rows` rows, as before loading a checkpoint: parameters keep their identity, not their address.
@@ -278,6 +328,12 @@ def grow_parameter(tensor: Tensor, rows: int) -> None:
     """Grow a reserved tensor (or parameter) in place; the object stays the same."""
     tensor.grad = None  # of the old shape
     torch.mgpu.grow(tensor, rows)  # type: ignore[attr-defined]
+
+
+def shrink_parameter(tensor: Tensor, rows: int) -> None:
+    """Let a reserved tensor (or parameter) have its first `rows` rows, in place; the object stays the same."""
+    tensor.grad = None
+    torch.mgpu.shrink(tensor, rows)  # type: ignore[attr-defined]
 
 
 def resized(tensor: Tensor, rows: int, capacity: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +18,6 @@ if TYPE_CHECKING:
     from ns_mgpu_splat.splats.camera import Camera
     from ns_mgpu_splat.splats.optimizer import SplatAdam
     from ns_mgpu_splat.splats.table import SplatTable
-
-
-@dataclass
-class ScreenGradients:
-    """How strongly the loss pulls each Gaussian over the screen, summed over steps: what 3DGS' default densification
-    splits and clones by. The owner grows and clears it with the table."""
-
-    sum: Tensor
-    """(N,) float32 on `mgpu`: of |dL/d(mean in the image)|, in half images, each view's loss counted whole."""
-    seen: Tensor
-    """(N,) int32 on `mgpu`: views that saw the row."""
-    absolute: bool = False
-    """Sum absolute values over pixels before taking the norm (AbsGS, arXiv 2404.10484); the way back costs a little more."""
-
-    def arguments(self) -> tuple[Tensor, Tensor, bool]:
-        """As the native functions take it."""
-        return self.sum, self.seen, self.absolute
 
 
 class TrainReport:
@@ -95,7 +77,6 @@ def train_step(
     lrs: Mapping[str, float] | None = None,
     viewmat_grads: bool = False,
     images: bool = False,
-    screen_gradients: ScreenGradients | None = None,
     accumulate: bool = False,
 ) -> TrainReport:
     """Render `cameras`, compare with `targets`, go back, and take one step of `optimizer`.
@@ -114,7 +95,6 @@ def train_step(
         lrs: new learning rates by column, as in `SplatAdam.step`.
         viewmat_grads: have `TrainReport.viewmat_grads`, for the poses' own optimizer; reading them makes the step wait.
         images: have `TrainReport.images`.
-        screen_gradients: add this call's to them.
         accumulate: take no step yet: leave the gradients in `optimizer.pending`, for the next step.
     Returns: losses and, if asked, pose gradients.
     Raises: ValueError naming the argument and its shape.
@@ -144,7 +124,6 @@ def train_step(
         viewmat_grads,
         not accumulate,
         images,
-        None if screen_gradients is None else screen_gradients.arguments(),
         *optimizer.step_arguments(),
     )
     if accumulate:

@@ -29,12 +29,14 @@
 #include "mesh/launch.h"
 #include "splat/assign.h"
 #include "splat/bin.h"
+#include "splat/densify.h"
 #include "splat/exchange.h"
 #include "splat/history.h"
 #include "splat/loss.h"
 #include "splat/pipeline.h"
 #include "splat/project.h"
 #include "splat/relocate.h"
+#include "splat/reorder.h"
 #include "splat/replay.h"
 #include "splat/step.h"
 
@@ -1297,6 +1299,163 @@ void check_relocation(int64_t rows) {
   report(name + " relocate", "moments not reset", static_cast<double>(moments), 0);
 }
 
+// ---- rows that move
+
+// All columns and moments of a table after the rows `from` of it have been put one after the other.
+int64_t rows_differ(const Table& table, const std::vector<int64_t>& from,
+                    const std::vector<char>& may_differ) {
+  int64_t differ = 0;
+  for (int c = 0; c < kColumns; ++c) {
+    const std::array<std::pair<const std::vector<float>*, std::vector<float>>, 3> pairs = {
+        {{&table.column[c], to_vector(table.device_column[c])},
+         {&table.exp_avg[c], to_vector(table.device_exp_avg[c])},
+         {&table.exp_avg_sq[c], to_vector(table.device_exp_avg_sq[c])}}};
+    for (const auto& [want, got] : pairs) {
+      for (size_t i = 0; i < from.size(); ++i) {
+        if (may_differ.empty() || !may_differ[i])
+          differ += std::memcmp(got.data() + i * kFloats[c], want->data() + from[i] * kFloats[c],
+                                kFloats[c] * sizeof(float)) != 0;
+      }
+    }
+  }
+  const std::vector<int32_t> last = to_vector(table.device_last_step);
+  for (size_t i = 0; i < from.size(); ++i)
+    differ += (may_differ.empty() || !may_differ[i]) && last[i] != table.last_step[from[i]];
+  return differ;
+}
+
+void check_reorder(int64_t rows, int64_t scratch_bytes) {
+  const std::string name = "[" + std::to_string(mesh().size()) + " shards, " + std::to_string(rows) +
+                           " rows, scratch " + std::to_string(scratch_bytes) + "] reorder";
+  Table table = make_table(rows, 31, -3.f, true, 0, 5);
+  for (int64_t row = 0; row + 7 < rows; row += 7)  // equal keys keep their order
+    std::copy_n(&table.column[0][0], 3, &table.column[0][3 * row]);
+  table.send();
+  float low[3] = {1e30f, 1e30f, 1e30f}, high[3] = {-1e30f, -1e30f, -1e30f};
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* mean = &table.column[0][3 * row];
+    if (!is_finite_mean(mean)) continue;
+    for (int axis = 0; axis < 3; ++axis) {
+      low[axis] = std::min(low[axis], mean[axis]);
+      high[axis] = std::max(high[axis], mean[axis]);
+    }
+  }
+  const MortonCube cube = morton_cube(low, high);
+  std::vector<std::pair<uint64_t, int64_t>> order;
+  for (int64_t row = 0; row < rows; ++row)
+    order.emplace_back(morton_key(cube, &table.column[0][3 * row]), row);
+  std::sort(order.begin(), order.end());
+  std::vector<int64_t> from;
+  for (const auto& [key, row] : order) from.push_back(row);
+  const AdamState state = table.device_state();
+  gather_rows(all_columns(table.device(), &state), morton_order(table.device()), scratch_bytes);
+  report(name, "rows differ", static_cast<double>(rows_differ(table, from, {})), 0);
+}
+
+void check_densify(int64_t rows, int64_t room) {
+  const std::string name = "[" + std::to_string(mesh().size()) + " shards, " + std::to_string(rows) +
+                           " rows, room " + std::to_string(room) + "] densify";
+  const int64_t most = 2 * rows;
+  Table table = make_table(most, 33, -3.f, true, 0, 5);  // rows beyond `rows` are room to grow
+  std::vector<float> gradient(static_cast<size_t>(rows)), radius(gradient.size());
+  std::vector<int32_t> views(gradient.size());
+  for (int64_t row = 0; row < rows; ++row) {
+    RowRandom random(77, row);
+    gradient[row] = random.unit();
+    views[row] = row % 4;
+    radius[row] = random.unit() * random.unit();
+  }
+  const Buffer<float> device_gradient = to_buffer(gradient, 0), device_radius = to_buffer(radius, 0);
+  const Buffer<int32_t> device_views = to_buffer(views, 0);
+  const auto mutable_floats = [](const Buffer<float>& buffer) { return const_cast<float*>(buffer.data()); };
+  const RowStatistics host{gradient.data(), views.data(), radius.data()};
+  const RowStatistics device{mutable_floats(device_gradient), const_cast<int32_t*>(device_views.data()),
+                             mutable_floats(device_radius)};
+  const DensifyRules rules{0.3f, 0.05f, 0.8f, 0.2f, 0.2f, 0.9f, rows + room};
+  SplatColumns before = table.device(), before_host = table.host();
+  before.num_rows = before_host.num_rows = rows;
+  const DensifyPlan plan = plan_densification(before, device, rules);
+
+  // The fates, apart from rows at a threshold; of those to be doubled the first in order.
+  std::vector<uint8_t> fate;
+  for (const Buffer<uint8_t>& part : plan.fates)
+    for (const uint8_t value : to_vector(part)) fate.push_back(value);
+  int64_t differ = 0, gone = 0, doubled = 0;
+  std::vector<std::pair<uint32_t, int64_t>> wanted;
+  std::vector<uint8_t> expected;
+  for (int64_t row = 0; row < rows; ++row) {
+    expected.push_back(fate_of(before_host, host, rules, row));
+    if (expected.back() >= kCloned) wanted.emplace_back(doubling_key(host, row), row);
+  }
+  for (const uint8_t value : expected) gone += value == kGone;
+  std::sort(wanted.begin(), wanted.end());
+  for (size_t i = static_cast<size_t>(std::min<int64_t>(rules.max_rows - rows + gone, wanted.size()));
+       i < wanted.size(); ++i)
+    expected[wanted[i].second] = kKept;
+  gone = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    differ += fate[row] != expected[row];
+    gone += fate[row] == kGone;
+    doubled += fate[row] >= kCloned;
+  }
+  report(name, "fates differ", static_cast<double>(differ), 1e-4 * static_cast<double>(rows));
+  report(name, "counts differ",
+         static_cast<double>(std::abs(gone - plan.pruned) + std::abs(doubled - plan.doubled) +
+                             std::abs(rows - gone + doubled - plan.rows_after)),
+         0);
+  report(name, "rows above the cap",
+         static_cast<double>(std::max<int64_t>(0, plan.rows_after - rules.max_rows)), 0);
+
+  SplatColumns during = before;
+  during.num_rows = std::max(rows, plan.rows_after);
+  const AdamState state = table.device_state();
+  densify(during, &state, plan, 5, 600, 9);
+  std::vector<int64_t> from;
+  std::vector<char> is_new;
+  std::vector<int> child;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int outcomes = fate[row] == kGone ? 0 : fate[row] == kKept ? 1 : 2;
+    for (int i = 0; i < outcomes; ++i) {
+      from.push_back(row);
+      is_new.push_back(fate[row] == kSplit || i == 1);
+      child.push_back(fate[row] == kSplit ? i : -1);
+    }
+  }
+  if (plan.pruned == 0 && plan.doubled == 0) return;
+  report(name, "old rows differ", static_cast<double>(rows_differ(table, from, is_new)), 0);
+  Difference means, scales;
+  int64_t moments = 0, others = 0;
+  std::vector<float> got[kColumns];
+  for (int c = 0; c < kColumns; ++c) got[c] = to_vector(table.device_column[c]);
+  const std::vector<int32_t> last = to_vector(table.device_last_step);
+  for (int c = 0; c < kColumns; ++c) {
+    const std::vector<float> m = to_vector(table.device_exp_avg[c]),
+                             v = to_vector(table.device_exp_avg_sq[c]);
+    for (size_t i = 0; i < from.size(); ++i) {
+      if (!is_new[i]) continue;
+      for (int k = 0; k < kFloats[c]; ++k)
+        moments += m[i * kFloats[c] + k] != 0.f || v[i * kFloats[c] + k] != 0.f || last[i] != 9;
+      if (c == 0 || c == 2) continue;
+      others += std::memcmp(&got[c][i * kFloats[c]], &table.column[c][from[i] * kFloats[c]],
+                            kFloats[c] * sizeof(float)) != 0;
+    }
+  }
+  for (size_t i = 0; i < from.size(); ++i) {
+    float mean[3], log_scale[3];
+    std::copy_n(&table.column[0][3 * from[i]], 3, mean);
+    std::copy_n(&table.column[2][3 * from[i]], 3, log_scale);
+    if (child[i] >= 0) draw_child(5, 600, from[i], child[i], &table.column[1][4 * from[i]], mean, log_scale);
+    for (int axis = 0; axis < 3; ++axis) {
+      means.add(got[0][3 * i + axis], mean[axis]);
+      scales.add(got[2][3 * i + axis], log_scale[axis]);
+    }
+  }
+  report(name, "moments of new rows", static_cast<double>(moments), 0);
+  report(name, "other columns differ", static_cast<double>(others), 0);
+  report(name, "means rel L2", means.relative(), 1e-5);
+  report(name, "scales rel L2", scales.relative(), 1e-6);
+}
+
 // ---- times
 
 void time_scene(int64_t rows, int width, int height, float log_scale) {
@@ -1423,6 +1582,8 @@ void check_small(const std::vector<std::string>& names) {
   check_two_frames(300);
   check_loss(40, 50, true, true, 0.2f);
   check_relocation(2000);
+  check_reorder(2000, kGatherScratch);
+  check_densify(2000, 100);
 }
 
 void check_losses() {
@@ -1454,6 +1615,11 @@ void check_all(const std::vector<std::string>& names) {
   check_losses();
   check_relocation(17);
   check_relocation(30000);
+  for (const int64_t rows : {int64_t{1}, int64_t{17}, int64_t{30000}}) {
+    check_reorder(rows, kGatherScratch);
+    check_reorder(rows, 100000);
+    for (const int64_t room : {int64_t{0}, rows / 20, rows}) check_densify(rows, room);
+  }
 }
 
 }  // namespace

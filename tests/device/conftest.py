@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def device() -> torch.device:
     """The registered device."""
-    return ns_mgpu_splat.init()
+    there = ns_mgpu_splat.init()
+    if "MGPU_SHARD_THRESHOLD" not in os.environ:
+        native().set_shard_threshold(1 << 20)  # the host's, so that the same operands are split on GPUs
+    return there
 
 
 @pytest.fixture

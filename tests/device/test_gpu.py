@@ -8,6 +8,7 @@ autograd on CUDA tensors is dead in this one.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -102,6 +103,63 @@ def test_backward_on_a_side_stream() -> None:
         (x * x).sum().backward()
     torch.accelerator.current_stream().wait_stream(stream)
     assert torch.equal(x.grad.cpu(), torch.arange(100.0) * 2)
+
+
+def test_threads_train_on_streams_of_their_own() -> None:
+    results: dict[int, torch.Tensor] = {}
+    x = torch.randn(3000, 40, generator=torch.Generator().manual_seed(3))
+
+    def train(seed: int) -> None:
+        stream = torch.Stream(device="mgpu")
+        with stream:
+            there = x.to("mgpu")
+            weight = torch.full((40, 40), 0.01 * seed, device="mgpu", requires_grad=True)
+            optimizer = torch.optim.Adam([weight], lr=1e-2)
+            for _ in range(20):
+                optimizer.zero_grad()
+                (there @ weight - there).square().mean().backward()
+                optimizer.step()
+            results[seed] = weight.detach().cpu()
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    together = dict(results)
+    for seed in range(3):
+        train(seed)
+        assert torch.equal(results[seed], together[seed])
+
+
+def test_a_tensor_of_a_torch_kernel_is_kept_for_another_stream() -> None:
+    side = torch.Stream(device="mgpu")
+    x = torch.arange(1_000_000, device="mgpu").flip(0)  # memory of torch's own allocator
+    torch.mgpu.synchronize()
+    with side:
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        y = x + 1
+    x.record_stream(side)
+    del x
+    others = [torch.arange(1_000_000, device="mgpu").flip(0) * 0 for _ in range(3)]
+    torch.mgpu.synchronize()
+    assert torch.equal(y, torch.arange(1_000_000, 0, -1, device="mgpu"))
+    del others
+
+
+def test_events_tell_the_time_of_a_stream() -> None:
+    stream = torch.Stream(device="mgpu")
+    first, second = (torch.Event(device="mgpu", enable_timing=True) for _ in range(2))
+    with stream:
+        first.record()
+        torch.cuda._sleep(100_000_000)
+        second.record()
+    assert not second.query()
+    second.synchronize()
+    assert second.query()
+    assert 10 < first.elapsed_time(second) < 1000  # ms
+    assert stream.query()
 
 
 def test_a_graph_capture_is_refused_in_words() -> None:
@@ -200,6 +258,52 @@ def test_a_fused_adam_step_of_every_shard_is_cudas() -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
+UNET = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_modules import losses
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+print(json.dumps(losses("cuda", 200, 8, 128, 192)))
+"""
+
+
+def test_a_unet_trains_with_plain_cudas_losses() -> None:
+    from test_modules import losses
+
+    done = subprocess.run(
+        [sys.executable, "-c", UNET, str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    want = torch.tensor(json.loads(done.stdout.splitlines()[-1]))
+    flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.mgpu.reset_op_stats()
+    try:
+        got = torch.tensor(losses("mgpu", 200, 8, 128, 192))
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flags
+    difference = ((got[:10] - want[:10]) / want[:10]).abs().max().item()
+    end, end_wanted = got[150:].mean().item(), want[150:].mean().item()
+    print(f"first ten within {difference:.1e}; steps 150 to 200: {end:.6f}, plain CUDA {end_wanted:.6f}")
+    assert difference <= 1e-4
+    assert end == pytest.approx(end_wanted, rel=0.02)
+    assert end < 0.5 * want[0].item()
+
+
+@pytest.mark.usefixtures("parts_apart")
+def test_a_unet_trains_with_a_call_for_every_shard() -> None:
+    from test_modules import losses
+
+    native().set_parts_merged(True)
+    want = losses("mgpu", 10, 8, 64, 96)
+    native().set_parts_merged(False)
+    # cut batches, so sums in another order; TF32 rounds them to 10 bits
+    assert losses("mgpu", 10, 8, 64, 96) == pytest.approx(want, rel=1e-2)
+
+
 # ---- interop
 
 
@@ -244,6 +348,53 @@ def test_cupy_works_on_the_alias() -> None:
     assert x.tolist() == [1, 2, 3, 4, 5, 6]
     through_dlpack = cupy.from_dlpack(torch.mgpu.as_cuda(x))
     assert float(through_dlpack.sum()) == 21
+
+
+def test_dlpack_and_the_cuda_array_interface_go_through_the_alias() -> None:
+    x = torch.arange(6.0, device="mgpu").view(2, 3)
+    alias = torch.mgpu.as_cuda(x)
+    assert alias.__cuda_array_interface__["data"][0] == x.data_ptr()
+    again = torch.mgpu.from_cuda(torch.from_dlpack(alias))
+    assert again.is_mgpu
+    assert again.data_ptr() == x.data_ptr()
+    again.t()[1].fill_(7)
+    assert x.tolist() == [[0, 7, 2], [3, 7, 5]]
+
+
+def test_numba_works_on_the_alias() -> None:
+    cuda = pytest.importorskip("numba.cuda", reason="numba is optional")
+    x = torch.arange(6.0, device="mgpu")
+    torch.mgpu.synchronize()
+    array = cuda.as_cuda_array(torch.mgpu.as_cuda(x))
+    array[2:4] = array[0:2]
+    cuda.synchronize()
+    assert x.tolist() == [0, 1, 0, 1, 4, 5]
+
+
+def test_warp_works_on_the_alias() -> None:
+    warp = pytest.importorskip("warp", reason="Warp is optional")
+    x = torch.zeros(6, device="mgpu")
+    torch.mgpu.synchronize()
+    array = warp.from_torch(torch.mgpu.as_cuda(x))
+    assert array.ptr == x.data_ptr()
+    array.fill_(3.0)
+    warp.synchronize()
+    assert x.sum().item() == 18
+
+
+def test_cuda_python_reads_and_writes_a_tensor() -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is optional")
+    x, y = torch.arange(1000.0, device="mgpu"), torch.zeros(1000, device="mgpu")
+    stream = torch.accelerator.current_stream()
+    native_stream = torch.cuda.current_stream().cuda_stream
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+    (error,) = runtime.cudaMemcpyAsync(y.data_ptr(), x.data_ptr(), x.nbytes, kind, native_stream)
+    assert int(error) == 0
+    stream.synchronize()
+    assert torch.equal(x, y)
+    error, attributes = runtime.cudaPointerGetAttributes(x.data_ptr())
+    assert int(error) == 0
+    assert attributes.device == torch.cuda.current_device()
 
 
 def test_pinned_memory_is_cudas() -> None:

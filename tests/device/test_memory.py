@@ -101,6 +101,35 @@ def test_growth_keeps_object_address_and_contents(shards: int) -> None:
     assert torch.mgpu.placement(x).tolist() == [(2 * p + 1) * shards // (2 * pages) for p in range(pages)]
 
 
+def test_shrinking_keeps_object_address_and_memory(shards: int) -> None:
+    before = torch.mgpu.memory_allocated()
+    x = torch.mgpu.reserve((2_000_000, 3), 4_000_000, torch.float32)
+    x.fill_(7.0)
+    address = x.data_ptr()
+    for rows in (2_000_000, 1_234_567, 10, 0):
+        assert torch.mgpu.shrink(x, rows) is x
+        assert x.shape == (rows, 3)
+        assert x.untyped_storage().nbytes() == rows * 12
+        assert torch.mgpu.memory_allocated() - before == rows * 12
+        assert bool((x == 7).all())
+        pages = -(-rows * 12 // PAGE)
+        expected = [(2 * p + 1) * shards // (2 * pages) for p in range(pages)]
+        assert torch.mgpu.placement(x).tolist() == expected
+    reserved = torch.mgpu.memory_reserved()
+    torch.mgpu.grow(x, 1_500_000)
+    assert x.data_ptr() == address
+    assert torch.mgpu.memory_reserved() == reserved  # the pages were still there
+    assert not x.any()
+    with pytest.raises(RuntimeError, match="it can only shrink"):
+        torch.mgpu.shrink(x, 1_500_001)
+    view = x[2:]
+    with pytest.raises(RuntimeError, match=r"1 other tensor.* share this memory"):
+        torch.mgpu.shrink(x, 20)
+    del view
+    with pytest.raises(RuntimeError, match=r"was not made by torch.mgpu.reserve"):
+        torch.mgpu.shrink(torch.zeros(10, 2, device="mgpu"), 5)
+
+
 def test_a_parameter_grows_between_steps() -> None:
     parameter = nn.Parameter(torch.mgpu.reserve((10, 2), 100))
     parameter.sum().backward()

@@ -43,13 +43,13 @@ class UNet(nn.Module):
         return self.head(self.fourth(torch.cat([a, d], 1)))
 
 
-def losses(device: str, steps: int) -> list[float]:
-    """Training losses of the U-Net."""
+def losses(device: str, steps: int, images: int = 2, height: int = 32, width: int = 48) -> list[float]:
+    """Training losses of the U-Net on a batch of images."""
     torch.manual_seed(0)
     model = UNet().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
-    image = torch.rand(2, 3, 32, 48, generator=generator)
+    image = torch.rand(images, 3, height, width, generator=generator)
     mask = (image.mean(1, keepdim=True) > 0.5).float()
     image, mask = image.to(device), mask.to(device)
     out = []

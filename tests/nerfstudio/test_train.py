@@ -271,6 +271,39 @@ def test_the_cap_holds_from_the_first_step_on(nerfstudio_folder: scene.Scene, tm
     assert counts == [150, 1531, 1]
 
 
+def test_default_densification_grows_to_the_cap_and_resumes(
+    nerfstudio_folder: scene.Scene, tmp_path: Path
+) -> None:
+    model = "--pipeline.model."
+    options = ["--data", nerfstudio_folder.root, *OPTIONS, f"{model}strategy", "default"]
+    options += [
+        f"{model}densify-grad-thresh",
+        "1e-9",
+        f"{model}reset-alpha-every",
+        3,
+        f"{model}stop-split-at",
+        38,
+    ]
+    part = tmp_path / "tiny" / "mgpu-splat" / "part" / "nerfstudio_models"
+    results = train_many(
+        [
+            [*options, "--timestamp", "whole", "--max-num-iterations", 40, "--steps-per-save", 24],
+            [*options, "--timestamp", "part", "--max-num-iterations", 24],
+            [*options, "--timestamp", "again", "--max-num-iterations", 40, "--load-dir", part],
+        ],
+        tmp_path,
+    )
+    assert [r["code"] for r in results] == [0] * 3, results
+    runs = tmp_path / "tiny" / "mgpu-splat"
+    early, whole, again = (last(runs, name) for name in ("part", "whole", "again"))
+    assert early["optimizers"]["splats"]["statistics"]["views"].max() > 0
+    assert len(columns(whole)["means"]) == 1700  # the cap
+    for name, column in columns(whole).items():
+        assert torch.equal(column, columns(again)[name]), name
+    for name, moment in moments(whole).items():
+        assert torch.equal(moment, moments(again)[name]), name
+
+
 def test_refined_cameras_move_and_are_resumed(nerfstudio_folder: scene.Scene, tmp_path: Path) -> None:
     options = ["--data", nerfstudio_folder.root, "--experiment-name", "tiny"]
     options += ["--pipeline.model.camera-optimizer.mode", "SO3xR3"]

@@ -97,7 +97,7 @@ def test_growth_is_in_place_and_new_rows_are_zero() -> None:
         ValueError, match="cannot grow to 5,001 rows in place: it was made with capacity=5,000"
     ):
         table.grow(5_001)
-    with pytest.raises(ValueError, match="use resize"):
+    with pytest.raises(ValueError, match=r"use shrink\(\)"):
         table.grow(3)
 
 

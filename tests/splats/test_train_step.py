@@ -16,8 +16,8 @@ from torch import Tensor
 
 import ns_mgpu_splat
 from ns_mgpu_splat import Camera, SplatAdam, SplatTable, render, train_step
-from ns_mgpu_splat.splats import ScreenGradients
 from ns_mgpu_splat.splats.loss import l1_ssim_loss
+from ns_mgpu_splat.splats.statistics import RowStatistics
 
 LRS = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
 ROWS = 3_000
@@ -166,18 +166,16 @@ def test_pose_gradients_are_those_of_autograd() -> None:
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_screen_gradients_are_norms_of_the_records_gradients(absolute: bool) -> None:
+def test_statistics_are_norms_of_the_records_gradients(absolute: bool) -> None:
     """Oracle: gsplat's DefaultStrategy in torch: gradients times half an image and the number of cameras, norm, index_add."""
     pair = Pair()
     cameras = cameras_of(2)
     targets = photographs(cameras)
-    sums = [
-        ScreenGradients(torch.zeros(ROWS).to("mgpu"), torch.zeros(ROWS).int().to("mgpu"), absolute)
-        for _ in "ab"
-    ]
+    for adam in pair.adams:
+        adam.statistics = RowStatistics(ROWS, ROWS, absgrad=absolute)
     expected, seen = torch.zeros(ROWS, dtype=torch.float64), torch.zeros(ROWS, dtype=torch.int32)
     for _ in range(2):
-        images = render(pair.tables[0], cameras, optimizer=pair.adams[0], absgrad=absolute)
+        images = render(pair.tables[0], cameras, optimizer=pair.adams[0])
         torch.stack(
             [l1_ssim_loss(image.rgb, target) for image, target in zip(images, targets, strict=True)]
         ).mean().backward()
@@ -188,13 +186,13 @@ def test_screen_gradients_are_norms_of_the_records_gradients(absolute: bool) -> 
         norms = (gradient * half[view] * len(cameras)).double().norm(dim=1)
         expected.index_add_(0, row, norms)
         seen.index_add_(0, row, torch.ones_like(row, dtype=torch.int32))
-        pair.adams[0].add_screen_gradients(sums[0])
         pair.adams[0].step()
-        pair.by_train_step(cameras, targets, screen_gradients=sums[1])
+        pair.by_train_step(cameras, targets)
         pair.assert_equal()
-    assert torch.equal(sums[0].sum.cpu(), sums[1].sum.cpu())
-    assert torch.equal(sums[1].seen.cpu(), seen)
-    assert torch.allclose(sums[1].sum.cpu().double(), expected, rtol=1e-5)
+    gathered = [adam.statistics for adam in pair.adams]
+    assert torch.equal(gathered[0].gradient.cpu(), gathered[1].gradient.cpu())
+    assert torch.equal(gathered[1].views.cpu(), seen)
+    assert torch.allclose(gathered[1].gradient.cpu().double(), expected, rtol=1e-5)
     assert int(seen.max()) == 4
 
 
