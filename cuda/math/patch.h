@@ -11,15 +11,29 @@ constexpr int kPatchX = 8, kPatchY = 4;  // pixels
 constexpr int kPatchesAcross = kTileSize / kPatchX, kPatchesDown = kTileSize / kPatchY;
 constexpr int kTilePatches = kPatchesAcross * kPatchesDown;  // patch = row * 2 + column
 
-// A record as its pixels see it: alpha = opacity 2^(dx (a dx + b dy) + c dy^2).
+// A record as its pixels see it: alpha = min(opacity 2^(dx (a dx + b dy) + c dy^2), cap).
 struct Falloff {
   float x, y, a, b, c, opacity;
+  float cap;  // the smaller of opacity (roundings of a thin ellipse may give more) and kAlphaMax
 };
 
 HOST_DEVICE inline Falloff make_falloff(const float mean2d[2], const float conic[3], float opacity) {
   constexpr float kLog2e = 1.44269504088896341f;
-  return {mean2d[0], mean2d[1], -0.5f * kLog2e * conic[0], -kLog2e * conic[1], -0.5f * kLog2e * conic[2],
-          opacity};
+  return {mean2d[0],
+          mean2d[1],
+          -0.5f * kLog2e * conic[0],
+          -kLog2e * conic[1],
+          -0.5f * kLog2e * conic[2],
+          opacity,
+          opacity < kAlphaMax ? opacity : kAlphaMax};
+}
+
+HOST_DEVICE inline float smaller(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fminf(a, b);  // one instruction, because it leaves NaN to the other
+#else
+  return a < b ? a : b;
+#endif
 }
 
 HOST_DEVICE inline float quick_exp2(float x) {
@@ -32,10 +46,10 @@ HOST_DEVICE inline float quick_exp2(float x) {
 #endif
 }
 
-// Not capped. Every rounding is spelled out: forward and backward must agree to the bit.
-HOST_DEVICE inline float uncapped_alpha(const Falloff& g, float dx, float dy) {
-  const float power = mul_add(mul_add(g.a, dx, g.b * dy), dx, g.c * dy * dy);
-  return g.opacity * quick_exp2(power < 0.f ? power : 0.f);
+// Every rounding is spelled out: forward and backward must agree to the bit.
+HOST_DEVICE inline float alpha_at(const Falloff& g, float dx, float dy) {
+  const float alpha = g.opacity * quick_exp2(mul_add(mul_add(g.a, dx, g.b * dy), dx, g.c * dy * dy));
+  return smaller(alpha, g.cap);
 }
 
 // A pixel while it is blended. A record contributes only if its alpha reaches `least`: kAlphaMin, and kNever
@@ -46,32 +60,29 @@ struct PatchPixel {
 constexpr float kNever = 2.f;
 
 struct PatchStep {
-  float alpha;    // 0 if the record does not contribute
-  float passing;  // 1 - its capped alpha
-  float before;   // the transmittance that it met
+  float weight;  // alpha T, as what the transmittance loses
+  bool contributes;
 };
 
 // One step front to back; moves the pixel past the record.
-HOST_DEVICE inline PatchStep patch_step(float raw_alpha, PatchPixel& pixel) {
-  const float alpha = raw_alpha < kAlphaMax ? raw_alpha : kAlphaMax;
-  const float passing = 1.f - alpha, before = pixel.transmittance, next = before * passing;
-  const bool hit = raw_alpha >= pixel.least, lights = next > kTransmittanceMin;
-  pixel.least = hit && !lights ? kNever : pixel.least;
-  pixel.transmittance = hit && lights ? next : before;
-  return {hit && lights ? alpha : 0.f, passing, before};
+HOST_DEVICE inline PatchStep patch_step(float alpha, PatchPixel& pixel) {
+  const float before = pixel.transmittance, next = before * (1.f - alpha);
+  const bool hit = alpha >= pixel.least, contributes = hit && next > kTransmittanceMin;
+  pixel.least = hit && !contributes ? kNever : pixel.least;
+  pixel.transmittance = contributes ? next : before;
+  return {before - pixel.transmittance, contributes};
 }
 
-// Adjoint of a step. `behind`: dL of all that the light meets from the record on, background and accumulation
-// included; moved past the record. colour_dot: rgb . dL_drgb + depth dL_ddepth. Returns dL_dsigma and sets
-// weight = alpha T; both 0 if the record does not contribute. What lies behind is found by subtracting, so
-// nothing is divided out of T.
-HOST_DEVICE inline float patch_step_backward(float raw_alpha, const PatchStep& step, float colour_dot,
-                                             float& behind, float& weight) {
-  weight = step.alpha * step.before;
+// Adjoint of a step that gave `weight` and left `transmittance`. `behind`: dL of all that the light meets
+// from the record on, background and accumulation included; moved past the record. colour_dot: rgb . dL_drgb
+// + depth dL_ddepth. Returns dL_dsigma, 0 if the record does not contribute. What lies behind is found by
+// subtracting, so it is never divided by a small T.
+HOST_DEVICE inline float patch_step_backward(float alpha, float weight, float transmittance, float colour_dot,
+                                             float& behind) {
   const float lit = weight * colour_dot;
   behind -= lit;
-  const float dL_dsigma = mul_add(step.alpha * quick_inverse(step.passing), behind, -lit);
-  return raw_alpha < kAlphaMax ? dL_dsigma : 0.f;
+  const float odds = weight * quick_inverse(transmittance);  // alpha / (1 - alpha)
+  return alpha < kAlphaMax ? mul_add(odds, behind, -lit) : 0.f;
 }
 
 // Bit p is set if the record's ellipse (where alpha can reach 1/255; half_extent: of its box, rounded

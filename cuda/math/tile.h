@@ -117,7 +117,7 @@ HOST_DEVICE inline void moments_to_gradient(const SigmaMoments& m, const float c
   dL_dconic[0] = 0.5f * m.xx;
   dL_dconic[1] = m.xy;
   dL_dconic[2] = 0.5f * m.yy;
-  dL_dopacity = -m.one / opacity;
+  dL_dopacity = -quick_divide(m.one, opacity);
 }
 
 // The ellipse where alpha can reach 1/255, grown by what rounding in uncapped_alpha may add.

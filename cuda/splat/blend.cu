@@ -42,7 +42,7 @@ struct ViewList {
   const ViewImages* many;  // null: all are in `few`
   int count;
 
-  __device__ __forceinline__ const ViewImages& operator[](int v) const { return many ? many[v] : few[v]; }
+  __device__ __forceinline__ ViewImages operator[](int v) const { return many ? many[v] : few[v]; }
 };
 
 ViewList view_list(const Frame& frame, const std::vector<ImageGradPointers>* grads, int self,
@@ -82,22 +82,23 @@ __device__ __forceinline__ TilePlace place_of(const ViewList& views, int64_t til
 // What of a record a pixel reads, in shared memory.
 struct StagedRecord {
   float4 shape;   // x, y, falloff a, b
-  float4 rest;    // falloff c, opacity, the record's number, unused
+  float4 rest;    // falloff c, opacity, cap; the record's number
   float4 colour;  // red, green, blue, depth
 };
-constexpr int kStagedBytes = sizeof(StagedRecord);
-static_assert(kStagedBytes == 48 && kStagedBytes * (kThreads + 1) < 1 << 16);
 
 __device__ __forceinline__ StagedRecord staged(const Record& record, int32_t id) {
   const math::Falloff g = math::make_falloff(record.mean2d, record.conic, record.opacity);
-  return {make_float4(g.x, g.y, g.a, g.b), make_float4(g.c, g.opacity, __int_as_float(id), 0.f),
+  return {make_float4(g.x, g.y, g.a, g.b), make_float4(g.c, g.opacity, g.cap, __int_as_float(id)),
           make_float4(record.rgb[0], record.rgb[1], record.rgb[2], record.depth)};
 }
 
-__device__ __forceinline__ float uncapped_alpha(const StagedRecord& r, float x, float y) {
-  const float4 shape = r.shape, rest = r.rest;
-  return math::uncapped_alpha(math::Falloff{shape.x, shape.y, shape.z, shape.w, rest.x, rest.y}, x - shape.x,
-                              y - shape.y);
+__device__ __forceinline__ float alpha_at(const float4& shape, const float4& rest, float x, float y) {
+  const math::Falloff g{shape.x, shape.y, shape.z, shape.w, rest.x, rest.y, rest.z};
+  return math::alpha_at(g, x - g.x, y - g.y);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* in_shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(in_shared));
 }
 
 struct BlendInput {
@@ -131,15 +132,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __device__ __forceinline__ void copy_16(void* to_shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to_shared))),
-               "l"(from)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from)
                : "memory");
 }
 __device__ __forceinline__ void copy_8(void* to_shared, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to_shared))),
-               "l"(from)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to_shared)), "l"(from)
                : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -157,30 +154,41 @@ struct Incoming {
   }
 };
 
+// The float4 at an address in shared memory.
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
+}
+
 // Appends to a list in shared memory, whose end is `to`, if a lane says so. Spelled out, because the compiler
 // makes a branch of it and computes the address anew. Who reads the list calls __syncwarp() first.
-__device__ __forceinline__ void append_if_any(float positive, int32_t value, uint32_t& to) {
+__device__ __forceinline__ void append_if_any(bool wanted, uint32_t value, uint32_t& to) {
   asm volatile(
       "{\n"
       ".reg .pred any;\n"
-      "setp.gt.f32 any, %2, 0f00000000;\n"
+      "setp.ne.u32 any, %2, 0;\n"
       "vote.sync.any.pred any, any, 0xffffffff;\n"
       "@any st.shared.b32 [%0], %1;\n"
       "@any add.u32 %0, %0, 4;\n"
       "}"
       : "+r"(to)
-      : "r"(value), "f"(positive));
+      : "r"(value), "r"(static_cast<uint32_t>(wanted)));
 }
 
 template <bool kDepth, bool kBackward>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     blend_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BlendInput in,
                  const __grid_constant__ BucketTarget out) {
   __shared__ Incoming s_incoming;
-  __shared__ StagedRecord s_batch[kThreads + 1];                        // the last one nobody sees
-  __shared__ alignas(8) uint16_t s_list[kWarps][kThreads + kTogether];  // bytes from s_batch to a record
-  __shared__ int32_t s_lit[kWarps][kBucket];                            // records of the bucket being filled
-  __shared__ uint8_t s_met[kThreads];                                   // patches, a bit each
+  __shared__ StagedRecord s_batch[kThreads + 1];  // the last one nobody sees
+  // addresses in s_batch, below 64 KB as all of this: the records that a patch meets
+  __shared__ alignas(8) uint16_t s_list[kWarps][kThreads + kTogether];
+  // the bucket that a patch is filling: records, and addresses in s_batch of those of this batch
+  __shared__ uint32_t s_lit[kWarps][kBucket];
+  __shared__ uint8_t s_met[kThreads];  // patches, a bit each
   __shared__ int32_t s_first_slot, s_slots;
 
   int64_t tile = int64_t{blockIdx.x} - in.heavy_room, begin, count;
@@ -195,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
     if (count > in.heavy_length) return;
   }
   const TilePlace place = place_of(views, in.first_tile + tile);
-  const ViewImages& view = views[place.view];
+  const ViewImages view = views[place.view];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int patch_x = place.x + warp % math::kPatchesAcross * math::kPatchX;
   const int patch_y = place.y + warp / math::kPatchesAcross * math::kPatchY;
@@ -206,21 +214,28 @@ __global__ void __launch_bounds__(kThreads)
   math::PatchPixel pixel{1.f, inside ? math::kAlphaMin : math::kNever};
   const auto alive = [&] { return pixel.least < math::kNever; };
   float red = 0.f, green = 0.f, blue = 0.f, depth = 0.f;
-  // before the bucket that is being filled
+
+  // the bucket: the pixel before it, where its list ends, how many of it are known by number, where it will
+  // go
   float4 start = make_float4(inside ? 1.f : -1.f, 0.f, 0.f, 0.f);
   float start_depth = 0.f;
-  const uint32_t lit_begin = static_cast<uint32_t>(__cvta_generic_to_shared(s_lit[warp]));
-  uint32_t lit_end = lit_begin;  // its records, 4 bytes each
-  int32_t slot = -1;             // where it will go; lane 0 knows
-
+  const uint32_t lit_begin = shared_address(s_lit[warp]);
+  uint32_t lit_end = lit_begin;
+  int numbered = 0;
+  int32_t slot = -1;  // lane 0 knows
+  const auto record_of_lane = [&] {
+    const uint32_t lit = s_lit[warp][lane];
+    return lane < numbered ? lit : __float_as_uint(load_shared(lit + sizeof(float4)).w);
+  };
   const auto close_bucket = [&] {
     const int32_t to = __shfl_sync(kAllLanes, slot, 0);
     if (to >= out.room) __trap();  // cannot be: there is room for all that can be met
     const int lit = static_cast<int>(lit_end - lit_begin) / 4;
     __syncwarp();
-    out.record[int64_t{to} * kBucket + lane] = s_lit[warp][lane];
-    out.state[int64_t{to} * kBucket + lane] = start;
-    if constexpr (kDepth) out.depth[int64_t{to} * kBucket + lane] = start_depth;
+    const int64_t at = int64_t{to} * kBucket + lane;
+    if (lane < lit) out.record[at] = static_cast<int32_t>(record_of_lane());
+    out.state[at] = start;
+    if constexpr (kDepth) out.depth[at] = start_depth;
     if (lane == 0) {
       out.bucket[to] = {static_cast<int32_t>(tile) * math::kTilePatches + warp, place.view * 64 + lit,
                         patch_x, patch_y};
@@ -229,6 +244,7 @@ __global__ void __launch_bounds__(kThreads)
     start = make_float4(alive() ? pixel.transmittance : -1.f, red, green, blue);
     start_depth = depth;
     lit_end = lit_begin;
+    numbered = 0;
     slot = -1;
   };
 
@@ -257,6 +273,12 @@ __global__ void __launch_bounds__(kThreads)
                               static_cast<float>(place.y));
       mine = staged(record, id);
     }
+    if (kBackward && lit_end != lit_begin) {  // the batch before goes
+      const int lit = static_cast<int>(lit_end - lit_begin) / 4;
+      __syncwarp();
+      if (numbered <= lane && lane < lit) s_lit[warp][lane] = record_of_lane();
+      numbered = lit;
+    }
     if (!__syncthreads_or(alive())) break;  // and nobody reads the batch before
     s_batch[threadIdx.x] = mine;
     s_met[threadIdx.x] = static_cast<uint8_t>(met);
@@ -277,33 +299,30 @@ __global__ void __launch_bounds__(kThreads)
       const unsigned lanes = __ballot_sync(kAllLanes, meets);
       if (meets)
         list[length + __popc(lanes & ((1u << lane) - 1u))] =
-            static_cast<uint16_t>((first + lane) * kStagedBytes);
+            static_cast<uint16_t>(shared_address(s_batch + first + lane));
       length += __popc(lanes);
     }
-    if (lane < kTogether) list[length + lane] = kThreads * kStagedBytes;
+    if (lane < kTogether) list[length + lane] = static_cast<uint16_t>(shared_address(s_batch + kThreads));
     __syncwarp();
 
-    const char* base = reinterpret_cast<const char*>(s_batch);
     for (int at = 0; at < length; at += kTogether) {
       const uint2 packed = *reinterpret_cast<const uint2*>(list + at);
-      const uint32_t offset[kTogether] = {packed.x & 0xffffu, packed.x >> 16, packed.y & 0xffffu,
-                                          packed.y >> 16};
-      float raw_alpha[kTogether];
+      const uint32_t address[kTogether] = {packed.x & 0xffffu, packed.x >> 16, packed.y & 0xffffu,
+                                           packed.y >> 16};
+      float alpha[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        alpha[i] = alpha_at(load_shared(address[i]), load_shared(address[i] + sizeof(float4)), x, y);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        raw_alpha[i] = uncapped_alpha(*reinterpret_cast<const StagedRecord*>(base + offset[i]), x, y);
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const StagedRecord& r = *reinterpret_cast<const StagedRecord*>(base + offset[i]);
-        const float4 colour = r.colour;
-        const math::PatchStep step = math::patch_step(raw_alpha[i], pixel);
-        const float weight = step.alpha * step.before;
+        const math::PatchStep step = math::patch_step(alpha[i], pixel);
+        const float weight = step.weight;
+        const float4 colour = load_shared(address[i] + 2 * sizeof(float4));
         red = math::mul_add(weight, colour.x, red);
         green = math::mul_add(weight, colour.y, green);
         blue = math::mul_add(weight, colour.z, blue);
         if constexpr (kDepth) depth = math::mul_add(weight, colour.w, depth);
-        if constexpr (kBackward) append_if_any(step.alpha, __float_as_int(r.rest.z), lit_end);
+        if constexpr (kBackward) append_if_any(step.contributes, address[i], lit_end);
       }
       if constexpr (kBackward) {
         if (lit_end != lit_begin && slot < 0) {  // asked for early: it is used when the bucket is full
@@ -445,8 +464,7 @@ __device__ __forceinline__ void multiply(float sum[4], const uint32_t a[4], cons
 __device__ __forceinline__ void multiply_pixels(float sum[4], const PixelMatrix& matrix,
                                                 const uint32_t factor[4][2]) {
   const int lane = threadIdx.x % kWarp;
-  const uint32_t from =
-      static_cast<uint32_t>(__cvta_generic_to_shared(&matrix.at[lane % kRows][lane / kRows * 4]));
+  const uint32_t from = shared_address(&matrix.at[lane % kRows][lane / kRows * 4]);
 #pragma unroll
   for (int chunk = 0; chunk < 4; ++chunk) {
     uint32_t value[4], upper[4], lower[4];
@@ -464,24 +482,12 @@ __device__ __forceinline__ void multiply_pixels(float sum[4], const PixelMatrix&
   }
 }
 
-// Column `column` of the matrix that takes dL_dsigma to its moments about the patch's middle.
+// Column `column` of the matrix that takes dL_dsigma to its moments about the patch's middle: 1, x, y, xx,
+// xy, yy, 0, 0.
 __device__ __forceinline__ float monomial(int column, float x, float y) {
-  switch (column) {
-    case 0:
-      return 1.f;
-    case 1:
-      return x;
-    case 2:
-      return y;
-    case 3:
-      return x * x;
-    case 4:
-      return x * y;
-    case 5:
-      return y * y;
-    default:
-      return 0.f;
-  }
+  const float of_x = column == 1 || column == 4 ? x : column == 3 ? x * x : 1.f;
+  const float of_y = column == 2 || column == 4 ? y : column == 5 ? y * y : 1.f;
+  return column < 6 ? of_x * of_y : 0.f;
 }
 
 __device__ __forceinline__ void add_four(float* to, float a, float b, float c, float d) {
@@ -526,12 +532,15 @@ __global__ void __launch_bounds__(kBackThreads)
 
   const int32_t buckets = *in.bucket_count;
   for (int32_t b = blockIdx.x * kBackWarps + warp; b < buckets; b += gridDim.x * kBackWarps) {
-    const PatchBucket bucket = in.bucket[b];
-    const int count = bucket.view_and_count % 64;
+    const int64_t at = int64_t{b} * kBucket + lane;
+    const int4 packed = reinterpret_cast<const int4*>(in.bucket)[b];
+    const int32_t listed = in.bucket_record[at];
+    const float4 state = in.state[at];
+    const PatchBucket bucket{packed.x, packed.y, packed.z, packed.w};
+    const int count = bucket.view_and_count & 63;
     if (count == 0) continue;
-    const ViewImages& view = views[bucket.view_and_count / 64];
-    const int32_t id = lane < count ? in.bucket_record[int64_t{b} * kBucket + lane] : -1;
-    const float4 state = in.state[int64_t{b} * kBucket + lane];
+    const ViewImages view = views[bucket.view_and_count >> 6];
+    const int32_t id = lane < count ? listed : -1;
     const int column = bucket.x + lane % math::kPatchX, row = bucket.y + lane / math::kPatchX;
     const float x = static_cast<float>(column) + 0.5f, y = static_cast<float>(row) + 0.5f;
 
@@ -540,22 +549,22 @@ __global__ void __launch_bounds__(kBackThreads)
     float behind = 0.f;
     math::PatchPixel pixel{state.x, state.x > 0.f ? math::kAlphaMin : math::kNever};
     if (state.x > 0.f) {
-      const int64_t at = int64_t{row} * view.width + column;
-      const float passing = 1.f - view.image.accumulation[at];
+      const int64_t to = int64_t{row} * view.width + column;
       if (view.grad.rgb) {
-        g.x = view.grad.rgb[3 * at];
-        g.y = view.grad.rgb[3 * at + 1];
-        g.z = view.grad.rgb[3 * at + 2];
-        behind = (view.image.rgb[3 * at] - state.y) * g.x + (view.image.rgb[3 * at + 1] - state.z) * g.y +
-                 (view.image.rgb[3 * at + 2] - state.w) * g.z;  // with the background
+        const float *grad = view.grad.rgb + 3 * to, *rgb = view.image.rgb + 3 * to;
+        g.x = grad[0];
+        g.y = grad[1];
+        g.z = grad[2];
+        behind =
+            (rgb[0] - state.y) * g.x + (rgb[1] - state.z) * g.y + (rgb[2] - state.w) * g.z;  // and background
       }
       if constexpr (kDepth) {
         if (view.grad.depth) {
-          g.w = view.grad.depth[at];
-          behind += (view.image.depth[at] - in.state_depth[int64_t{b} * kBucket + lane]) * g.w;
+          g.w = view.grad.depth[to];
+          behind += (view.image.depth[to] - in.state_depth[at]) * g.w;
         }
       }
-      if (view.grad.accumulation) behind -= passing * view.grad.accumulation[at];
+      if (view.grad.accumulation) behind -= (1.f - view.image.accumulation[to]) * view.grad.accumulation[to];
     }
 
     StagedRecord mine{};
@@ -582,20 +591,21 @@ __global__ void __launch_bounds__(kBackThreads)
       const int held = count - half * kRows;
       if (held <= 0) break;
       for (int first = 0; first < kRows && first < held; first += kTogether) {
-        float raw_alpha[kTogether];
+        float alpha[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          raw_alpha[i] = uncapped_alpha(work.record[half * kRows + first + i], x, y);
+          const StagedRecord& r = work.record[half * kRows + first + i];
+          alpha[i] = alpha_at(r.shape, r.rest, x, y);
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const StagedRecord& r = work.record[half * kRows + first + i];
           const float4 colour = r.colour;
-          const math::PatchStep step = math::patch_step(raw_alpha[i], pixel);
+          const float weight = math::patch_step(alpha[i], pixel).weight;
           float colour_dot = math::mul_add(g.x, colour.x, math::mul_add(g.y, colour.y, g.z * colour.z));
           if constexpr (kDepth) colour_dot = math::mul_add(g.w, colour.w, colour_dot);
-          float weight;
-          const float dL_dsigma = math::patch_step_backward(raw_alpha[i], step, colour_dot, behind, weight);
+          const float dL_dsigma =
+              math::patch_step_backward(alpha[i], weight, pixel.transmittance, colour_dot, behind);
           work.matrix[0].at[first + i][lane] = dL_dsigma;
           work.matrix[1].at[first + i][lane] = weight;
           if constexpr (kAbs) {  // 2 ln 2 / 2 times |dL_dmean2d|
@@ -640,24 +650,23 @@ __global__ void __launch_bounds__(kBackThreads)
       const float4 high = *reinterpret_cast<const float4*>(sum + 4);
       const float4 upper = *reinterpret_cast<const float4*>(sum + 8);
       const float4 lower = *reinterpret_cast<const float4*>(sum + 12);
-      const Record record = load48(in.record + id);
-      const math::SigmaMoments m =
-          about_mean({low.x, low.y, low.z, low.w, high.x, high.y},
-                     static_cast<float>(bucket.x) + 0.5f * math::kPatchX - record.mean2d[0],
-                     static_cast<float>(bucket.y) + 0.5f * math::kPatchY - record.mean2d[1]);
+      const float4 shape = work.record[lane].shape, rest = work.record[lane].rest;
+      const math::SigmaMoments m = about_mean({low.x, low.y, low.z, low.w, high.x, high.y},
+                                              static_cast<float>(bucket.x) + 0.5f * math::kPatchX - shape.x,
+                                              static_cast<float>(bucket.y) + 0.5f * math::kPatchY - shape.y);
+      constexpr float kLn2 = 0.693147180559945309f;
+      const float conic[3] = {-2.f * kLn2 * shape.z, -kLn2 * shape.w, -2.f * kLn2 * rest.x};
       RecordGrad grad;
-      math::moments_to_gradient(m, record.conic, record.opacity, grad.mean2d, grad.conic, grad.opacity);
+      math::moments_to_gradient(m, conic, rest.y, grad.mean2d, grad.conic, grad.opacity);
       grad.rgb[0] = upper.x + lower.x;
       grad.rgb[1] = upper.y + lower.y;
       grad.rgb[2] = upper.z + lower.z;
       grad.depth = kDepth ? upper.w + lower.w : 0.f;
-      constexpr float kLn2 = 0.693147180559945309f;
       grad.abs_mean2d[0] = kAbs ? kLn2 * high.z : 0.f;
       grad.abs_mean2d[1] = kAbs ? kLn2 * high.w : 0.f;
       if constexpr (kSlots) {
-        store48(out.slot_grad + int64_t{b} * kBucket + lane, grad);
-        out.slot_key[int64_t{b} * kBucket + lane] =
-            static_cast<uint64_t>(id) << 32 | static_cast<uint32_t>(bucket.patch);
+        store48(out.slot_grad + at, grad);
+        out.slot_key[at] = static_cast<uint64_t>(id) << 32 | static_cast<uint32_t>(bucket.patch);
       } else {
         float* to = reinterpret_cast<float*>(out.record_grad + id);
         add_four(to, grad.mean2d[0], grad.mean2d[1], grad.conic[0], grad.conic[1]);

@@ -84,7 +84,7 @@ struct TileEntry {
 
 // Up to 32 records that light pixels of one patch (8x4 pixels of a tile), neighbours in its list: the unit of
 // CUDA's way back.
-struct PatchBucket {
+struct alignas(16) PatchBucket {
   int32_t patch;           // tile in the owner's range * 8 + patch of the tile
   int32_t view_and_count;  // view * 64 + records
   int32_t x, y;            // the patch's first pixel
