@@ -11,21 +11,22 @@ constexpr int kPatchX = 8, kPatchY = 4;  // pixels
 constexpr int kPatchesAcross = kTileSize / kPatchX, kPatchesDown = kTileSize / kPatchY;
 constexpr int kTilePatches = kPatchesAcross * kPatchesDown;  // patch = row * 2 + column
 
-// A record as its pixels see it: alpha = min(opacity 2^(dx (a dx + b dy) + c dy^2), cap).
+// A record's exponent, to the base of 2: alpha = opacity 2^(dx (a dx + b dy) + c dy^2), capped.
 struct Falloff {
-  float x, y, a, b, c, opacity;
-  float cap;  // the smaller of opacity (roundings of a thin ellipse may give more) and kAlphaMax
+  float a, b, c;
 };
 
-HOST_DEVICE inline Falloff make_falloff(const float mean2d[2], const float conic[3], float opacity) {
+HOST_DEVICE inline Falloff make_falloff(const float conic[3]) {
   constexpr float kLog2e = 1.44269504088896341f;
-  return {mean2d[0],
-          mean2d[1],
-          -0.5f * kLog2e * conic[0],
-          -kLog2e * conic[1],
-          -0.5f * kLog2e * conic[2],
-          opacity,
-          opacity < kAlphaMax ? opacity : kAlphaMax};
+  return {-0.5f * kLog2e * conic[0], -kLog2e * conic[1], -0.5f * kLog2e * conic[2]};
+}
+
+// The same the other way round; off by 2 roundings.
+HOST_DEVICE inline void conic_of(const Falloff& g, float conic[3]) {
+  constexpr float kLn2 = 0.693147180559945309f;
+  conic[0] = -2.f * kLn2 * g.a;
+  conic[1] = -kLn2 * g.b;
+  conic[2] = -2.f * kLn2 * g.c;
 }
 
 HOST_DEVICE inline float smaller(float a, float b) {
@@ -46,10 +47,23 @@ HOST_DEVICE inline float quick_exp2(float x) {
 #endif
 }
 
+// A record on one column of pixels: what of alpha does not depend on the row.
+struct AlphaColumn {
+  float mean_y, square, slope, c, opacity;
+  float cap;  // the smaller of opacity (roundings of a thin ellipse may give more) and kAlphaMax
+};
+
+HOST_DEVICE inline AlphaColumn alpha_column(const Falloff& g, float mean_x, float mean_y, float opacity,
+                                            float x) {
+  const float dx = x - mean_x;
+  return {mean_y, g.a * dx * dx, g.b * dx, g.c, opacity, smaller(opacity, kAlphaMax)};
+}
+
 // Every rounding is spelled out: forward and backward must agree to the bit.
-HOST_DEVICE inline float alpha_at(const Falloff& g, float dx, float dy) {
-  const float alpha = g.opacity * quick_exp2(mul_add(mul_add(g.a, dx, g.b * dy), dx, g.c * dy * dy));
-  return smaller(alpha, g.cap);
+HOST_DEVICE inline float alpha_at(const AlphaColumn& column, float y) {
+  const float dy = y - column.mean_y;
+  const float power = mul_add(mul_add(column.c, dy, column.slope), dy, column.square);
+  return smaller(column.opacity * quick_exp2(power), column.cap);
 }
 
 // A pixel while it is blended. A record contributes only if its alpha reaches `least`: kAlphaMin, and kNever

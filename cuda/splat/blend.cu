@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// blend.cu: tiles of 16x16 pixels are culled by patches of 8x4, one warp each. Forward: one block a tile.
-// Back: one warp a bucket of up to 32 records that light a patch, as they were met. Formulas: math/patch.h.
+// blend.cu: tiles of 16x16 pixels are culled by patches of 8x4, of which a warp takes two: a lane has two
+// pixels of a patch, one below the other, so that what it reads of a record from shared memory, the
+// bottleneck, serves both. Forward: one block a tile. Back: two buckets a warp, each of up to 32 records that
+// light one patch, as they were met. Formulas: math/patch.h.
 //
-// Back, a lane is a pixel and walks the records front to back; the sums over pixels, which are linear, are
-// matrix products on the tensor cores: dL_dsigma [records, pixels] times the monomials of the pixel's place
-// in the patch, and weight [records, pixels] times dL_drgbd [pixels, 4]. Operands are split into two parts of
-// 11 bits, so that what is lost is in the 22nd. Floor: docs/benchmarks.md. Needs sm_80.
+// Back, a lane walks the records front to back; the sums over pixels, which are linear, are matrix products
+// on the tensor cores: dL_dsigma [records, pixels] times the monomials of the pixel's place in the patch, and
+// weight [records, pixels] times dL_drgbd [pixels, 4]. Operands are split into two parts of 11 bits, so that
+// what is lost is in the 22nd. Floor: docs/benchmarks.md. Needs sm_80.
 #include "splat/blend.h"
 
 #include <algorithm>
@@ -20,12 +22,25 @@ namespace mgpu::splat {
 
 namespace {
 
-constexpr int kBucket = 32;      // records a warp walks back together
-constexpr int kTogether = 4;     // records whose alphas are taken before the first of them is blended
-constexpr int kFewViews = 8;     // views whose images are named in a kernel's arguments
-constexpr int kHeavyTile = 256;  // records; tiles with more than this and twice the mean start first
-static_assert(kThreads == kTilePixels && kWarps == math::kTilePatches && kBucket == kWarp);
-static_assert(math::kPatchX * math::kPatchY == kWarp);
+constexpr int kBucket = 32;             // records that are walked back together
+constexpr int kLanes = 16;              // of a patch
+constexpr int kLanePixels = 2;          // a column of them
+constexpr int kSides = kWarp / kLanes;  // patches of a warp, and buckets on the way back
+constexpr int kBlendThreads = kTilePixels / kLanePixels;
+constexpr int kBatch = kBlendThreads;  // records in shared memory at a time
+constexpr int kTogether = 4;           // records between looks at what has ended or is full
+constexpr int kAtOnce = 2;             // records whose alphas are taken before the first of them is blended
+constexpr int kFewViews = 8;           // views whose images are named in a kernel's arguments
+constexpr int kHeavyTile = 256;        // records; tiles with more than this and twice the mean start first
+static_assert(kBlendThreads / kLanes == math::kTilePatches && kSides == math::kPatchesAcross &&
+              kBucket == kWarp);
+static_assert(math::kPatchX * math::kPatchY == kLanes * kLanePixels && kLanes % math::kPatchX == 0);
+
+// A lane's place in its patch: its upper pixel. Pixels are numbered 16 (row % 2) + lane where a lane is
+// wanted for each, and 2 lane + row % 2 where a lane writes both.
+__device__ __forceinline__ int lane_column() { return threadIdx.x % math::kPatchX; }
+__device__ __forceinline__ int lane_row() { return threadIdx.x % kLanes / math::kPatchX * kLanePixels; }
+__device__ __forceinline__ unsigned side_mask() { return 0xffffu << (threadIdx.x & kLanes); }
 
 // ---- images
 
@@ -79,26 +94,67 @@ __device__ __forceinline__ TilePlace place_of(const ViewList& views, int64_t til
 
 // ---- forward
 
-// What of a record a pixel reads, in shared memory.
+// A record in shared memory, where its conic becomes a falloff. The copy engine brings it as it is.
 struct StagedRecord {
-  float4 shape;   // x, y, falloff a, b
-  float4 rest;    // falloff c, opacity, cap; the record's number
-  float4 colour;  // red, green, blue, depth
+  float4 shape;    // x, y, falloff a, b
+  float4 rest;     // falloff c, opacity, red, green
+  float4 further;  // blue, depth, the record's number, unused
 };
-
-__device__ __forceinline__ StagedRecord staged(const Record& record, int32_t id) {
-  const math::Falloff g = math::make_falloff(record.mean2d, record.conic, record.opacity);
-  return {make_float4(g.x, g.y, g.a, g.b), make_float4(g.c, g.opacity, g.cap, __int_as_float(id)),
-          make_float4(record.rgb[0], record.rgb[1], record.rgb[2], record.depth)};
-}
-
-__device__ __forceinline__ float alpha_at(const float4& shape, const float4& rest, float x, float y) {
-  const math::Falloff g{shape.x, shape.y, shape.z, shape.w, rest.x, rest.y, rest.z};
-  return math::alpha_at(g, x - g.x, y - g.y);
-}
+static_assert(sizeof(StagedRecord) == sizeof(Record) && offsetof(Record, conic) == 8 &&
+              offsetof(Record, opacity) == 20 && offsetof(Record, rgb) == 24 &&
+              offsetof(Record, depth) == 36);
 
 __device__ __forceinline__ uint32_t shared_address(const void* in_shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(in_shared));
+}
+__device__ __forceinline__ void copy_16(uint32_t to_shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_8(uint32_t to_shared, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to_shared), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ float4 load_shared4(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
+}
+__device__ __forceinline__ float2 load_shared2(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+// A record as a lane has it: alpha's part, and colours.
+struct LaneRecord {
+  math::AlphaColumn column;
+  float red, green, blue, depth;
+};
+
+template <bool kDepth>
+__device__ __forceinline__ LaneRecord load_record(uint32_t staged, float x) {
+  const float4 shape = load_shared4(staged), rest = load_shared4(staged + 16);
+  LaneRecord r;
+  r.column = math::alpha_column({shape.z, shape.w, rest.x}, shape.x, shape.y, rest.y, x);
+  r.red = rest.z;
+  r.green = rest.w;
+  if constexpr (kDepth) {
+    const float2 further = load_shared2(staged + 32);
+    r.blue = further.x;
+    r.depth = further.y;
+  } else {
+    r.blue = load_shared(staged + 32);
+    r.depth = 0.f;
+  }
+  return r;
 }
 
 struct BlendInput {
@@ -131,64 +187,39 @@ __global__ void __launch_bounds__(kThreads)
     heavy[atomicAdd(heavy_count, 1)] = static_cast<int32_t>(tile);
 }
 
-__device__ __forceinline__ void copy_16(void* to_shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void copy_8(void* to_shared, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to_shared)), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Records on their way into shared memory; a thread reads only what it asked for itself.
-struct Incoming {
-  Record record[kThreads];
-  float2 half_extent[kThreads];
-
-  __device__ __forceinline__ void ask(const BlendInput& in, int32_t id) {
-    float4* to = reinterpret_cast<float4*>(record + threadIdx.x);
-    const float4* from = reinterpret_cast<const float4*>(in.record + id);
-    for (int i = 0; i < 3; ++i) copy_16(to + i, from + i);
-    copy_8(half_extent + threadIdx.x, in.half_extent + id);
-  }
-};
-
-// The float4 at an address in shared memory.
-__device__ __forceinline__ float4 load_shared(uint32_t address) {
-  float4 value;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address));
-  return value;
-}
-
-// Appends to a list in shared memory, whose end is `to`, if a lane says so. Spelled out, because the compiler
-// makes a branch of it and computes the address anew. Who reads the list calls __syncwarp() first.
-__device__ __forceinline__ void append_if_any(bool wanted, uint32_t value, uint32_t& to) {
+// Appends to a list in shared memory, whose end is `to`, if a lane of the side says so. Spelled out, because
+// the compiler makes branches of it. Who reads the list calls __syncwarp() first.
+__device__ __forceinline__ void append_if_any(bool wanted, unsigned side, uint32_t value, uint32_t& to) {
   asm volatile(
       "{\n"
       ".reg .pred any;\n"
+      ".reg .b32 lanes;\n"
       "setp.ne.u32 any, %2, 0;\n"
-      "vote.sync.any.pred any, any, 0xffffffff;\n"
+      "vote.sync.ballot.b32 lanes, any, 0xffffffff;\n"
+      "and.b32 lanes, lanes, %3;\n"
+      "setp.ne.u32 any, lanes, 0;\n"
       "@any st.shared.b32 [%0], %1;\n"
       "@any add.u32 %0, %0, 4;\n"
       "}"
       : "+r"(to)
-      : "r"(value), "r"(static_cast<uint32_t>(wanted)));
+      : "r"(value), "r"(static_cast<uint32_t>(wanted)), "r"(side));
 }
 
 template <bool kDepth, bool kBackward>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kBlendThreads)
     blend_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BlendInput in,
                  const __grid_constant__ BucketTarget out) {
-  __shared__ Incoming s_incoming;
-  __shared__ StagedRecord s_batch[kThreads + 1];  // the last one nobody sees
-  // addresses in s_batch, below 64 KB as all of this: the records that a patch meets
-  __shared__ alignas(8) uint16_t s_list[kWarps][kThreads + kTogether];
-  // the bucket that a patch is filling: records, and addresses in s_batch of those of this batch
-  __shared__ uint32_t s_lit[kWarps][kBucket];
-  __shared__ uint8_t s_met[kThreads];  // patches, a bit each
+  // two batches: one is read while the other one comes
+  __shared__ StagedRecord s_record[2][kBatch];
+  __shared__ float2 s_half_extent[2][kBatch];
+  __shared__ uint8_t s_met[2][kBatch];  // patches, a bit each
+  __shared__ StagedRecord s_nobody;     // lights nothing
+  // of each patch: addresses in s_record, below 64 KB as all of this, of what it meets in the batch
+  __shared__ alignas(8) uint16_t s_list[math::kTilePatches][kBatch + kTogether];
+  // the bucket that a patch is filling: records, and addresses of those that are of this batch
+  __shared__ uint32_t s_lit[math::kTilePatches][kBucket];
+  __shared__ float4 s_start[kLanePixels][kBlendThreads];  // T (-1: ended), red, green, blue before the bucket
+  __shared__ float s_start_depth[kLanePixels][kDepth ? kBlendThreads : 1];
   __shared__ int32_t s_first_slot, s_slots;
 
   int64_t tile = int64_t{blockIdx.x} - in.heavy_room, begin, count;
@@ -204,157 +235,197 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
   const TilePlace place = place_of(views, in.first_tile + tile);
   const ViewImages view = views[place.view];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int patch_x = place.x + warp % math::kPatchesAcross * math::kPatchX;
-  const int patch_y = place.y + warp / math::kPatchesAcross * math::kPatchY;
-  const int column = patch_x + lane % math::kPatchX, row = patch_y + lane / math::kPatchX;
-  const bool inside = column < view.width && row < view.height;
-  const float x = static_cast<float>(column) + 0.5f, y = static_cast<float>(row) + 0.5f;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, patch_lane = threadIdx.x % kLanes;
+  const int patch = threadIdx.x / kLanes;
+  const int patch_x = place.x + patch % math::kPatchesAcross * math::kPatchX;
+  const int patch_y = place.y + patch / math::kPatchesAcross * math::kPatchY;
+  const int column = patch_x + lane_column(), row = patch_y + lane_row();
+  const unsigned side = side_mask();
+  const float x = static_cast<float>(column) + 0.5f;
 
-  math::PatchPixel pixel{1.f, inside ? math::kAlphaMin : math::kNever};
-  const auto alive = [&] { return pixel.least < math::kNever; };
-  float red = 0.f, green = 0.f, blue = 0.f, depth = 0.f;
+  bool inside[kLanePixels];
+  math::PatchPixel pixel[kLanePixels];
+  float red[kLanePixels] = {}, green[kLanePixels] = {}, blue[kLanePixels] = {}, depth[kLanePixels] = {};
+  for (int p = 0; p < kLanePixels; ++p) {
+    inside[p] = column < view.width && row + p < view.height;
+    pixel[p] = {1.f, inside[p] ? math::kAlphaMin : math::kNever};
+  }
+  const auto alive = [&] {
+    static_assert(kLanePixels == 2);
+    return math::smaller(pixel[0].least, pixel[1].least) < math::kNever;
+  };
 
-  // the bucket: the pixel before it, where its list ends, how many of it are known by number, where it will
-  // go
-  float4 start = make_float4(inside ? 1.f : -1.f, 0.f, 0.f, 0.f);
-  float start_depth = 0.f;
-  const uint32_t lit_begin = shared_address(s_lit[warp]);
+  // the bucket: where its list ends, how many of it are known by number, where it will go
+  const uint32_t lit_begin = shared_address(s_lit[patch]);
   uint32_t lit_end = lit_begin;
   int numbered = 0;
-  int32_t slot = -1;  // lane 0 knows
-  const auto record_of_lane = [&] {
-    const uint32_t lit = s_lit[warp][lane];
-    return lane < numbered ? lit : __float_as_uint(load_shared(lit + sizeof(float4)).w);
+  int32_t slot = patch_lane == 0 ? -1 : 0;  // the first lane knows
+  const auto open_bucket = [&] {
+    for (int p = 0; p < kLanePixels; ++p) {
+      const float before = pixel[p].least < math::kNever ? pixel[p].transmittance : -1.f;
+      s_start[p][threadIdx.x] = make_float4(before, red[p], green[p], blue[p]);
+      if constexpr (kDepth) s_start_depth[p][threadIdx.x] = depth[p];
+    }
   };
-  const auto close_bucket = [&] {
-    const int32_t to = __shfl_sync(kAllLanes, slot, 0);
-    if (to >= out.room) __trap();  // cannot be: there is room for all that can be met
+  const auto record_at = [&](int i) {
+    const uint32_t lit = s_lit[patch][i];
+    return i < numbered ? lit : __float_as_uint(load_shared(lit + offsetof(StagedRecord, further) + 8));
+  };
+  const auto close_bucket = [&](bool mine) {  // all of the warp comes here
+    const int32_t to = __shfl_sync(kAllLanes, slot, 0, kLanes);
     const int lit = static_cast<int>(lit_end - lit_begin) / 4;
     __syncwarp();
-    const int64_t at = int64_t{to} * kBucket + lane;
-    if (lane < lit) out.record[at] = static_cast<int32_t>(record_of_lane());
-    out.state[at] = start;
-    if constexpr (kDepth) out.depth[at] = start_depth;
-    if (lane == 0) {
-      out.bucket[to] = {static_cast<int32_t>(tile) * math::kTilePatches + warp, place.view * 64 + lit,
-                        patch_x, patch_y};
+    if (mine) {
+      if (to >= out.room) __trap();  // cannot be: there is room for all that can be met
+      for (int p = 0; p < kLanePixels; ++p) {
+        const int i = p * kLanes + patch_lane;
+        const int64_t at = int64_t{to} * kBucket + i;
+        if (i < lit) out.record[at] = static_cast<int32_t>(record_at(i));
+        out.state[at] = s_start[p][threadIdx.x];
+        if constexpr (kDepth) out.depth[at] = s_start_depth[p][threadIdx.x];
+      }
+      if (patch_lane == 0) {
+        const int4 head = make_int4(static_cast<int32_t>(tile) * math::kTilePatches + patch,
+                                    place.view * 64 + lit, patch_x, patch_y);
+        reinterpret_cast<int4*>(out.bucket)[to] = head;
+        slot = -1;
+      }
+      lit_end = lit_begin;
+      numbered = 0;
+      open_bucket();
     }
     __syncwarp();
-    start = make_float4(alive() ? pixel.transmittance : -1.f, red, green, blue);
-    start_depth = depth;
-    lit_end = lit_begin;
-    numbered = 0;
-    slot = -1;
   };
+  if constexpr (kBackward) open_bucket();
 
+  // A batch's entries are known a batch before its records are asked for, and these a batch before their use.
+  const auto entry_of = [&](int64_t batch) {
+    return batch + threadIdx.x < count ? in.entry[begin + batch + threadIdx.x] : -1;
+  };
+  const auto ask = [&](int32_t id, int buffer) {
+    if (id < 0) return;
+    const uint32_t to = shared_address(&s_record[buffer][threadIdx.x]);
+    const char* from = reinterpret_cast<const char*>(in.record + id);
+    for (int i = 0; i < 3; ++i) copy_16(to + 16 * i, from + 16 * i);
+    copy_8(shared_address(&s_half_extent[buffer][threadIdx.x]), in.half_extent + id);
+  };
   if (threadIdx.x == 0) {
-    s_batch[kThreads] = StagedRecord{};
+    s_nobody = StagedRecord{};
     s_slots = 0;
-    if (kBackward && count > 0) s_first_slot = atomicAdd(out.count, kWarps);
+    if (kBackward && count > 0) s_first_slot = atomicAdd(out.count, math::kTilePatches);
   }
-  // the entry of a batch is known a batch before its records are asked for, and these a batch before their
-  // use
-  int32_t id = 0, next_id = 0;
-  if (threadIdx.x < count) {
-    id = in.entry[begin + threadIdx.x];
-    s_incoming.ask(in, id);
-  }
-  if (kThreads + threadIdx.x < count) next_id = in.entry[begin + kThreads + threadIdx.x];
-  for (int64_t batch = 0; batch < count; batch += kThreads) {
-    StagedRecord mine{};
-    uint32_t met = 0;
+  int32_t id = entry_of(0), next_id = entry_of(kBatch);
+  ask(id, 0);
+  int buffer = 0;
+  for (int64_t batch = 0; batch < count; batch += kBatch, buffer ^= 1) {
     copies_done();
-    if (batch + threadIdx.x < count) {
-      const Record& record = s_incoming.record[threadIdx.x];
-      const float2 half = s_incoming.half_extent[threadIdx.x];
-      const float half_extent[2] = {half.x, half.y};
-      met = math::patches_met(record.mean2d, record.conic, half_extent, static_cast<float>(place.x),
+    uint32_t met = 0;
+    if (id >= 0) {  // this thread's own record
+      StagedRecord& mine = s_record[buffer][threadIdx.x];
+      const float2 half = s_half_extent[buffer][threadIdx.x];
+      const float mean2d[2] = {mine.shape.x, mine.shape.y}, half_extent[2] = {half.x, half.y};
+      const float conic[3] = {mine.shape.z, mine.shape.w, mine.rest.x};
+      met = math::patches_met(mean2d, conic, half_extent, static_cast<float>(place.x),
                               static_cast<float>(place.y));
-      mine = staged(record, id);
+      const math::Falloff falloff = math::make_falloff(conic);
+      mine.shape.z = falloff.a;
+      mine.shape.w = falloff.b;
+      mine.rest.x = falloff.c;
+      mine.further.z = __int_as_float(id);
     }
-    if (kBackward && lit_end != lit_begin) {  // the batch before goes
+    s_met[buffer][threadIdx.x] = static_cast<uint8_t>(met);
+    if constexpr (kBackward) {  // the batch before goes
       const int lit = static_cast<int>(lit_end - lit_begin) / 4;
       __syncwarp();
-      if (numbered <= lane && lane < lit) s_lit[warp][lane] = record_of_lane();
+      for (int i = patch_lane; i < lit; i += kLanes) s_lit[patch][i] = record_at(i);
       numbered = lit;
     }
     if (!__syncthreads_or(alive())) break;  // and nobody reads the batch before
-    s_batch[threadIdx.x] = mine;
-    s_met[threadIdx.x] = static_cast<uint8_t>(met);
-    if (batch + kThreads + threadIdx.x < count) {
-      id = next_id;
-      s_incoming.ask(in, id);
-      if (batch + 2 * kThreads + threadIdx.x < count)
-        next_id = in.entry[begin + batch + 2 * kThreads + threadIdx.x];
-    }
-    __syncthreads();
+    id = next_id;
+    ask(id, buffer ^ 1);
+    next_id = entry_of(batch + 2 * kBatch);
     if (!__any_sync(kAllLanes, alive())) continue;
 
-    const int held = count - batch < kThreads ? static_cast<int>(count - batch) : kThreads;
-    uint16_t* list = s_list[warp];
-    int length = 0;
-    for (int first = 0; first < held; first += kWarp) {
-      const bool meets = s_met[first + lane] >> warp & 1;
-      const unsigned lanes = __ballot_sync(kAllLanes, meets);
-      if (meets)
-        list[length + __popc(lanes & ((1u << lane) - 1u))] =
-            static_cast<uint16_t>(shared_address(s_batch + first + lane));
-      length += __popc(lanes);
+    int length[kSides] = {};
+    for (int first = 0; first < kBatch && batch + first < count; first += kWarp) {
+      const uint32_t bits = s_met[buffer][first + lane] >> (warp * kSides);
+      const uint32_t address = shared_address(&s_record[buffer][first + lane]);
+#pragma unroll
+      for (int i = 0; i < kSides; ++i) {
+        const unsigned lanes = __ballot_sync(kAllLanes, bits >> i & 1);
+        if (bits >> i & 1)
+          s_list[warp * kSides + i][length[i] + __popc(lanes & ((1u << lane) - 1u))] =
+              static_cast<uint16_t>(address);
+        length[i] += __popc(lanes);
+      }
     }
-    if (lane < kTogether) list[length + lane] = static_cast<uint16_t>(shared_address(s_batch + kThreads));
+    const int longest = length[0] > length[1] ? length[0] : length[1];
+    uint16_t* list = s_list[patch];
+    for (int i = (lane < kLanes ? length[0] : length[1]) + patch_lane; i < longest + kTogether - 1;
+         i += kLanes)
+      list[i] = static_cast<uint16_t>(shared_address(&s_nobody));
     __syncwarp();
 
-    for (int at = 0; at < length; at += kTogether) {
+    for (int at = 0; at < longest; at += kTogether) {
+      static_assert(kTogether == 4);
       const uint2 packed = *reinterpret_cast<const uint2*>(list + at);
       const uint32_t address[kTogether] = {packed.x & 0xffffu, packed.x >> 16, packed.y & 0xffffu,
                                            packed.y >> 16};
-      float alpha[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        alpha[i] = alpha_at(load_shared(address[i]), load_shared(address[i] + sizeof(float4)), x, y);
+      for (int i0 = 0; i0 < kTogether; i0 += kAtOnce) {
+        LaneRecord record[kAtOnce];
+        float alpha[kAtOnce][kLanePixels];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const math::PatchStep step = math::patch_step(alpha[i], pixel);
-        const float weight = step.weight;
-        const float4 colour = load_shared(address[i] + 2 * sizeof(float4));
-        red = math::mul_add(weight, colour.x, red);
-        green = math::mul_add(weight, colour.y, green);
-        blue = math::mul_add(weight, colour.z, blue);
-        if constexpr (kDepth) depth = math::mul_add(weight, colour.w, depth);
-        if constexpr (kBackward) append_if_any(step.contributes, address[i], lit_end);
+        for (int i = 0; i < kAtOnce; ++i) {
+          record[i] = load_record<kDepth>(address[i0 + i], x);
+          for (int p = 0; p < kLanePixels; ++p)
+            alpha[i][p] = math::alpha_at(record[i].column, static_cast<float>(row + p) + 0.5f);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          bool contributes = false;
+          for (int p = 0; p < kLanePixels; ++p) {
+            const math::PatchStep step = math::patch_step(alpha[i][p], pixel[p]);
+            red[p] = math::mul_add(step.weight, record[i].red, red[p]);
+            green[p] = math::mul_add(step.weight, record[i].green, green[p]);
+            blue[p] = math::mul_add(step.weight, record[i].blue, blue[p]);
+            if constexpr (kDepth) depth[p] = math::mul_add(step.weight, record[i].depth, depth[p]);
+            contributes |= step.contributes;
+          }
+          if constexpr (kBackward) append_if_any(contributes, side, address[i0 + i], lit_end);
+        }
       }
       if constexpr (kBackward) {
-        if (lit_end != lit_begin && slot < 0) {  // asked for early: it is used when the bucket is full
-          slot = 0;
-          if (lane == 0) {
-            const int32_t own = atomicAdd(&s_slots, 1);
-            slot = own < kWarps ? s_first_slot + own : atomicAdd(out.count, 1);
-          }
+        if (slot < 0 && lit_end != lit_begin) {  // asked for early: it is used when the bucket is full
+          const int32_t own = atomicAdd(&s_slots, 1);
+          slot = own < math::kTilePatches ? s_first_slot + own : atomicAdd(out.count, 1);
         }
-        if (lit_end > lit_begin + 4 * (kBucket - kTogether)) close_bucket();
+        const bool full = lit_end > lit_begin + 4 * (kBucket - kTogether);
+        if (__any_sync(kAllLanes, full)) close_bucket(full);
       }
       if (!__any_sync(kAllLanes, alive())) break;
     }
   }
   if constexpr (kBackward) {
-    if (lit_end != lit_begin) close_bucket();
+    close_bucket(lit_end != lit_begin);
     if (count > 0) {
       __syncthreads();
-      if (threadIdx.x < kWarps && threadIdx.x >= s_slots)  // not needed
+      if (threadIdx.x < math::kTilePatches && threadIdx.x >= s_slots)  // not needed
         out.bucket[s_first_slot + threadIdx.x] = PatchBucket{};
     }
   }
   copies_done();
-  if (!inside) return;
-  const int64_t to = int64_t{row} * view.width + column;
-  float* rgb = view.image.rgb + 3 * to;
-  rgb[0] = math::mul_add(pixel.transmittance, in.background[0], red);
-  rgb[1] = math::mul_add(pixel.transmittance, in.background[1], green);
-  rgb[2] = math::mul_add(pixel.transmittance, in.background[2], blue);
-  view.image.accumulation[to] = 1.f - pixel.transmittance;
-  if constexpr (kDepth) {
-    if (view.image.depth) view.image.depth[to] = depth;
+  for (int p = 0; p < kLanePixels; ++p) {
+    if (!inside[p]) continue;
+    const int64_t to = int64_t{row + p} * view.width + column;
+    float* rgb = view.image.rgb + 3 * to;
+    rgb[0] = math::mul_add(pixel[p].transmittance, in.background[0], red[p]);
+    rgb[1] = math::mul_add(pixel[p].transmittance, in.background[1], green[p]);
+    rgb[2] = math::mul_add(pixel[p].transmittance, in.background[2], blue[p]);
+    view.image.accumulation[to] = 1.f - pixel[p].transmittance;
+    if constexpr (kDepth) {
+      if (view.image.depth) view.image.depth[to] = depth[p];
+    }
   }
 }
 
@@ -399,7 +470,7 @@ void blend_owner(const Frame& frame, int self, TileOwner& owner) {
                          owner.bucket_record.data(), reinterpret_cast<float4*>(owner.bucket_state.data()),
                          owner.bucket_depth.data(),  static_cast<int32_t>(room)};
   const auto launch = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>(tiles + heavy_room), kThreads, 0, stream>>>(views, in, out);
+    kernel<<<static_cast<unsigned>(tiles + heavy_room), kBlendThreads, 0, stream>>>(views, in, out);
   };
   if (depth)
     backward ? launch(blend_kernel<true, true>) : launch(blend_kernel<true, false>);
@@ -430,6 +501,7 @@ constexpr int kBackWarps = kBackThreads / kWarp;
 constexpr int kRows = 16;       // records of one matrix product
 constexpr int kStride = 36;     // floats from row to row: rows of a fragment lie in different banks
 constexpr int kSumStride = 20;  // the same for the sums
+static_assert(kRows == kLanes && kBucket == 2 * kRows);
 
 // Records times pixels.
 struct PixelMatrix {
@@ -438,11 +510,12 @@ struct PixelMatrix {
 
 template <bool kAbs>
 struct BackWorkspace {  // of one warp
-  StagedRecord record[kBucket];
+  StagedRecord record[kSides][kBucket];
   union {
-    PixelMatrix matrix[kAbs ? 4 : 2];  // dL_dsigma, weight, and what absgrad sums
-    float pixel_grad[kWarp][12];       // dL_drgbd in two parts
-    float sum[kBucket][kSumStride];
+    PixelMatrix matrix[kSides][kAbs ? 4 : 2];  // dL_dsigma, weight, and what absgrad sums
+    float pixel_grad[kSides][kBucket][8];      // dL_drgbd in two parts
+    float sum[kSides][kRows][kSumStride];
+    float4 record_grad[kSides][kRows][3];
   };
 };
 
@@ -514,170 +587,258 @@ __device__ __forceinline__ math::SigmaMoments about_mean(const math::SigmaMoment
   return out;
 }
 
+// As copy_16; zeros if there is nothing to copy.
+__device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+
 template <bool kDepth, bool kAbs, bool kSlots>
 __global__ void __launch_bounds__(kBackThreads)
     blend_backward_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BackwardInput in,
                           const __grid_constant__ BackwardTarget out) {
   extern __shared__ __align__(16) char shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int side = lane / kLanes, patch_lane = lane % kLanes;
   BackWorkspace<kAbs>& work = reinterpret_cast<BackWorkspace<kAbs>*>(shared)[warp];
-  uint32_t basis[4][2];  // fragments: pixel 8 chunk + lane % 4 (+ 4), column lane / 4
+  uint32_t basis[4]
+                [2];  // fragments: pixel 8 chunk + lane % 4 (+ 4) = 2 patch_lane + row % 2, monomial lane / 4
 #pragma unroll
   for (int chunk = 0; chunk < 4; ++chunk) {
     for (int i = 0; i < 2; ++i) {
-      basis[chunk][i] = __float_as_uint(
-          monomial(lane / 4, static_cast<float>(lane % 4 + 4 * i) - 3.5f, static_cast<float>(chunk) - 1.5f));
+      const int of_pixel = 4 * chunk + lane % 4 / 2 + 2 * i;  // its patch_lane
+      const int column = of_pixel % math::kPatchX;
+      const int row = of_pixel / math::kPatchX * kLanePixels + lane % 2;
+      basis[chunk][i] =
+          __float_as_uint(monomial(lane / 4, static_cast<float>(column) - 0.5f * (math::kPatchX - 1),
+                                   static_cast<float>(row) - 0.5f * (math::kPatchY - 1)));
     }
   }
 
   const int32_t buckets = *in.bucket_count;
-  for (int32_t b = blockIdx.x * kBackWarps + warp; b < buckets; b += gridDim.x * kBackWarps) {
-    const int64_t at = int64_t{b} * kBucket + lane;
-    const int4 packed = reinterpret_cast<const int4*>(in.bucket)[b];
-    const int32_t listed = in.bucket_record[at];
-    const float4 state = in.state[at];
-    const PatchBucket bucket{packed.x, packed.y, packed.z, packed.w};
-    const int count = bucket.view_and_count & 63;
-    if (count == 0) continue;
-    const ViewImages view = views[bucket.view_and_count >> 6];
-    const int32_t id = lane < count ? listed : -1;
-    const int column = bucket.x + lane % math::kPatchX, row = bucket.y + lane / math::kPatchX;
-    const float x = static_cast<float>(column) + 0.5f, y = static_cast<float>(row) + 0.5f;
+  const int32_t stride = gridDim.x * kBackWarps * kSides;
+  for (int32_t first = (blockIdx.x * kBackWarps + warp) * kSides; first < buckets; first += stride) {
+    const int32_t b = first + side;
+    const int64_t at = int64_t{b} * kBucket + patch_lane;
+    int4 head = make_int4(0, 0, 0, 0);
+    int32_t id[kLanePixels] = {-1, -1};  // of the bucket's records patch_lane and patch_lane + 16
+    float4 state[kLanePixels] = {};
+    if (b < buckets) {
+      head = reinterpret_cast<const int4*>(in.bucket)[b];
+      for (int p = 0; p < kLanePixels; ++p) {
+        id[p] = in.bucket_record[at + p * kLanes];
+        state[p] = in.state[at + p * kLanes];
+      }
+    }
+    const int count = head.y & 63;
+    const int most = __reduce_max_sync(kAllLanes, count);
+    if (most == 0) continue;
+    for (int p = 0; p < kLanePixels; ++p) {
+      if (p * kLanes + patch_lane >= count) id[p] = -1;
+    }
 
-    // the pixel: dL_dimage, and dL of all the light that it still has
-    float4 g = make_float4(0.f, 0.f, 0.f, 0.f);
-    float behind = 0.f;
-    math::PatchPixel pixel{state.x, state.x > 0.f ? math::kAlphaMin : math::kNever};
-    if (state.x > 0.f) {
-      const int64_t to = int64_t{row} * view.width + column;
+    // records, three lanes each
+#pragma unroll
+    for (int p = 0; p < kLanePixels; ++p) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) {
+        const int of = (k * kWarp + lane) / 3, part = (k * kWarp + lane) % 3;
+        const int32_t which = __shfl_sync(kAllLanes, id[p], of);
+        const Record* from = in.record + (which < 0 ? 0 : which);
+        copy_16_or_zero(shared_address(&work.record[of / kLanes][p * kLanes + of % kLanes]) + 16 * part,
+                        reinterpret_cast<const char*>(from) + 16 * part, which >= 0);
+      }
+    }
+
+    // pixels: dL_dimage, and dL of all the light that they still have
+    const ViewImages view = views[head.y >> 6];
+    const int column = head.z + lane_column(), row = head.w + lane_row();
+    const float x = static_cast<float>(column) + 0.5f;
+    float4 g[kLanePixels];
+    float behind[kLanePixels];
+    math::PatchPixel pixel[kLanePixels];
+#pragma unroll
+    for (int p = 0; p < kLanePixels; ++p) {
+      g[p] = make_float4(0.f, 0.f, 0.f, 0.f);
+      behind[p] = 0.f;
+      const bool alive = count > 0 && state[p].x > 0.f;
+      pixel[p] = {state[p].x, alive ? math::kAlphaMin : math::kNever};
+      if (!alive) continue;
+      const int64_t to = int64_t{row + p} * view.width + column;
       if (view.grad.rgb) {
         const float *grad = view.grad.rgb + 3 * to, *rgb = view.image.rgb + 3 * to;
-        g.x = grad[0];
-        g.y = grad[1];
-        g.z = grad[2];
-        behind =
-            (rgb[0] - state.y) * g.x + (rgb[1] - state.z) * g.y + (rgb[2] - state.w) * g.z;  // and background
+        g[p].x = grad[0];
+        g[p].y = grad[1];
+        g[p].z = grad[2];
+        behind[p] = (rgb[0] - state[p].y) * g[p].x + (rgb[1] - state[p].z) * g[p].y +
+                    (rgb[2] - state[p].w) * g[p].z;  // with the background
       }
       if constexpr (kDepth) {
         if (view.grad.depth) {
-          g.w = view.grad.depth[to];
-          behind += (view.image.depth[to] - in.state_depth[at]) * g.w;
+          g[p].w = view.grad.depth[to];
+          behind[p] += (view.image.depth[to] - in.state_depth[at + p * kLanes]) * g[p].w;
         }
       }
-      if (view.grad.accumulation) behind -= (1.f - view.image.accumulation[to]) * view.grad.accumulation[to];
+      if (view.grad.accumulation)
+        behind[p] -= (1.f - view.image.accumulation[to]) * view.grad.accumulation[to];
     }
-
-    StagedRecord mine{};
-    if (id >= 0) mine = staged(load48(in.record + id), id);
-    work.record[lane] = mine;
-    const float parts[4] = {g.x, g.y, g.z, g.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      work.pixel_grad[lane][i] = __uint_as_float(upper_part(parts[i]));
-      work.pixel_grad[lane][4 + i] = __uint_as_float(lower_part(parts[i]));
+    for (int p = 0; p < kLanePixels; ++p) {
+      const float parts[4] = {g[p].x, g[p].y, g[p].z, g[p].w};
+      float* to = work.pixel_grad[side][kLanePixels * patch_lane + p];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[i] = __uint_as_float(upper_part(parts[i]));
+        to[4 + i] = __uint_as_float(lower_part(parts[i]));
+      }
+    }
+    copies_done();
+    __syncwarp();
+    uint32_t pixel_grad[kSides][4][2];
+#pragma unroll
+    for (int k = 0; k < kSides; ++k) {
+#pragma unroll
+      for (int chunk = 0; chunk < 4; ++chunk) {
+        for (int i = 0; i < 2; ++i)
+          pixel_grad[k][chunk][i] =
+              __float_as_uint(work.pixel_grad[k][8 * chunk + lane % 4 + 4 * i][lane / 4]);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kLanePixels; ++p) {
+      StagedRecord& r = work.record[side][p * kLanes + patch_lane];
+      const float conic[3] = {r.shape.z, r.shape.w, r.rest.x};
+      const math::Falloff falloff = math::make_falloff(conic);
+      r.shape.z = falloff.a;
+      r.shape.w = falloff.b;
+      r.rest.x = falloff.c;
     }
     __syncwarp();
-    uint32_t pixel_grad[4][2];
-#pragma unroll
-    for (int chunk = 0; chunk < 4; ++chunk) {
-      for (int i = 0; i < 2; ++i)
-        pixel_grad[chunk][i] = __float_as_uint(work.pixel_grad[8 * chunk + lane % 4 + 4 * i][lane / 4]);
-    }
-    __syncwarp();
 
-    float moments[2][4] = {}, colours[2][4] = {}, absolute[2][2][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int held = count - half * kRows;
+    for (int part = 0; part < 2; ++part) {  // 16 records of each bucket
+      const int held = most - part * kRows;
       if (held <= 0) break;
-      for (int first = 0; first < kRows && first < held; first += kTogether) {
-        float alpha[kTogether];
+      const uint32_t records = shared_address(work.record[side] + part * kRows);
+#pragma unroll 1
+      for (int i0 = 0; i0 < kRows && i0 < held; i0 += kAtOnce) {
+        LaneRecord record[kAtOnce];
+        float alpha[kAtOnce][kLanePixels];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const StagedRecord& r = work.record[half * kRows + first + i];
-          alpha[i] = alpha_at(r.shape, r.rest, x, y);
+        for (int i = 0; i < kAtOnce; ++i) {
+          record[i] = load_record<kDepth>(records + (i0 + i) * sizeof(StagedRecord), x);
+          for (int p = 0; p < kLanePixels; ++p)
+            alpha[i][p] = math::alpha_at(record[i].column, static_cast<float>(row + p) + 0.5f);
         }
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const StagedRecord& r = work.record[half * kRows + first + i];
-          const float4 colour = r.colour;
-          const float weight = math::patch_step(alpha[i], pixel).weight;
-          float colour_dot = math::mul_add(g.x, colour.x, math::mul_add(g.y, colour.y, g.z * colour.z));
-          if constexpr (kDepth) colour_dot = math::mul_add(g.w, colour.w, colour_dot);
-          const float dL_dsigma =
-              math::patch_step_backward(alpha[i], weight, pixel.transmittance, colour_dot, behind);
-          work.matrix[0].at[first + i][lane] = dL_dsigma;
-          work.matrix[1].at[first + i][lane] = weight;
-          if constexpr (kAbs) {  // 2 ln 2 / 2 times |dL_dmean2d|
-            const float dx = x - r.shape.x, dy = y - r.shape.y;
-            work.matrix[2].at[first + i][lane] = fabsf(dL_dsigma * (2.f * r.shape.z * dx + r.shape.w * dy));
-            work.matrix[3].at[first + i][lane] = fabsf(dL_dsigma * (r.shape.w * dx + 2.f * r.rest.x * dy));
+        for (int i = 0; i < kAtOnce; ++i) {
+          const LaneRecord& r = record[i];
+          float dL_dsigma[kLanePixels], weight[kLanePixels];
+#pragma unroll
+          for (int p = 0; p < kLanePixels; ++p) {
+            weight[p] = math::patch_step(alpha[i][p], pixel[p]).weight;
+            float colour_dot = math::mul_add(g[p].x, r.red, math::mul_add(g[p].y, r.green, g[p].z * r.blue));
+            if constexpr (kDepth) colour_dot = math::mul_add(g[p].w, r.depth, colour_dot);
+            dL_dsigma[p] = math::patch_step_backward(alpha[i][p], weight[p], pixel[p].transmittance,
+                                                     colour_dot, behind[p]);
+          }
+          PixelMatrix* matrix = work.matrix[side];
+          const auto put = [&](int which, float upper, float lower) {
+            *reinterpret_cast<float2*>(&matrix[which].at[i0 + i][kLanePixels * patch_lane]) =
+                make_float2(upper, lower);
+          };
+          put(0, dL_dsigma[0], dL_dsigma[1]);
+          put(1, weight[0], weight[1]);
+          if constexpr (kAbs) {
+            const StagedRecord& staged = work.record[side][part * kRows + i0 + i];
+            const math::Falloff f{staged.shape.z, staged.shape.w, staged.rest.x};
+            const float dx = x - staged.shape.x;
+            float along_x[kLanePixels], along_y[kLanePixels];
+            for (int p = 0; p < kLanePixels; ++p) {  // 1 / ln 2 times |dL_dmean2d|
+              const float dy = static_cast<float>(row + p) + 0.5f - staged.shape.y;
+              along_x[p] = fabsf(dL_dsigma[p] * (2.f * f.a * dx + f.b * dy));
+              along_y[p] = fabsf(dL_dsigma[p] * (f.b * dx + 2.f * f.c * dy));
+            }
+            put(2, along_x[0], along_x[1]);
+            put(3, along_y[0], along_y[1]);
           }
         }
       }
       __syncwarp();
-      multiply_pixels(moments[half], work.matrix[0], basis);
-      multiply_pixels(colours[half], work.matrix[1], pixel_grad);
-      if constexpr (kAbs) {
-        multiply_pixels(absolute[half][0], work.matrix[2], basis);
-        multiply_pixels(absolute[half][1], work.matrix[3], basis);
+      float moments[kSides][4] = {}, colours[kSides][4] = {}, absolute[kSides][2][4] = {};
+#pragma unroll
+      for (int k = 0; k < kSides; ++k) {
+        multiply_pixels(moments[k], work.matrix[k][0], basis);
+        multiply_pixels(colours[k], work.matrix[k][1], pixel_grad[k]);
+        if constexpr (kAbs) {
+          multiply_pixels(absolute[k][0], work.matrix[k][2], basis);
+          multiply_pixels(absolute[k][1], work.matrix[k][3], basis);
+        }
       }
       __syncwarp();
-    }
 
-    // one lane a record: columns 0..5 moments, 6, 7 absgrad, 8..15 rgbd in two parts
+      // to one lane a record: columns 0..5 moments, 6, 7 absgrad, 8..15 rgbd in two parts
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+      for (int k = 0; k < kSides; ++k) {
 #pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        float* to = work.sum[half * kRows + upper * 8 + lane / 4] + lane % 4 * 2;
-        float2 pair = make_float2(moments[half][2 * upper], moments[half][2 * upper + 1]);
-        if constexpr (kAbs) {
-          // column 0 of the products with the basis lies in the lanes that hold columns 0 and 1
-          const float abs_x = __shfl_sync(kAllLanes, absolute[half][0][2 * upper], lane & ~3);
-          const float abs_y = __shfl_sync(kAllLanes, absolute[half][1][2 * upper], lane & ~3);
-          if (lane % 4 == 3) pair = make_float2(abs_x, abs_y);
+        for (int lower = 0; lower < 2; ++lower) {
+          float* to = work.sum[k][lower * 8 + lane / 4] + lane % 4 * 2;
+          float2 pair = make_float2(moments[k][2 * lower], moments[k][2 * lower + 1]);
+          if constexpr (kAbs) {  // column 0 of their products is in each row's first lane
+            const float along_x = __shfl_sync(kAllLanes, absolute[k][0][2 * lower], lane & ~3);
+            const float along_y = __shfl_sync(kAllLanes, absolute[k][1][2 * lower], lane & ~3);
+            if (lane % 4 == 3) pair = make_float2(along_x, along_y);
+          }
+          *reinterpret_cast<float2*>(to) = pair;
+          *reinterpret_cast<float2*>(to + 8) = make_float2(colours[k][2 * lower], colours[k][2 * lower + 1]);
         }
-        *reinterpret_cast<float2*>(to) = pair;
-        *reinterpret_cast<float2*>(to + 8) =
-            make_float2(colours[half][2 * upper], colours[half][2 * upper + 1]);
       }
-    }
-    __syncwarp();
-    if (lane < count) {
-      const float* sum = work.sum[lane];
-      const float4 low = *reinterpret_cast<const float4*>(sum);
-      const float4 high = *reinterpret_cast<const float4*>(sum + 4);
-      const float4 upper = *reinterpret_cast<const float4*>(sum + 8);
-      const float4 lower = *reinterpret_cast<const float4*>(sum + 12);
-      const float4 shape = work.record[lane].shape, rest = work.record[lane].rest;
-      const math::SigmaMoments m = about_mean({low.x, low.y, low.z, low.w, high.x, high.y},
-                                              static_cast<float>(bucket.x) + 0.5f * math::kPatchX - shape.x,
-                                              static_cast<float>(bucket.y) + 0.5f * math::kPatchY - shape.y);
-      constexpr float kLn2 = 0.693147180559945309f;
-      const float conic[3] = {-2.f * kLn2 * shape.z, -kLn2 * shape.w, -2.f * kLn2 * rest.x};
+      __syncwarp();
       RecordGrad grad;
-      math::moments_to_gradient(m, conic, rest.y, grad.mean2d, grad.conic, grad.opacity);
-      grad.rgb[0] = upper.x + lower.x;
-      grad.rgb[1] = upper.y + lower.y;
-      grad.rgb[2] = upper.z + lower.z;
-      grad.depth = kDepth ? upper.w + lower.w : 0.f;
-      grad.abs_mean2d[0] = kAbs ? kLn2 * high.z : 0.f;
-      grad.abs_mean2d[1] = kAbs ? kLn2 * high.w : 0.f;
-      if constexpr (kSlots) {
-        store48(out.slot_grad + at, grad);
-        out.slot_key[at] = static_cast<uint64_t>(id) << 32 | static_cast<uint32_t>(bucket.patch);
-      } else {
-        float* to = reinterpret_cast<float*>(out.record_grad + id);
-        add_four(to, grad.mean2d[0], grad.mean2d[1], grad.conic[0], grad.conic[1]);
-        add_four(to + 4, grad.conic[2], grad.opacity, grad.rgb[0], grad.rgb[1]);
-        if constexpr (kDepth || kAbs)
-          add_four(to + 8, grad.rgb[2], grad.depth, grad.abs_mean2d[0], grad.abs_mean2d[1]);
-        else
-          atomicAdd(to + 8, grad.rgb[2]);
+      {
+        const float* sum = work.sum[side][patch_lane];
+        const float4 low = *reinterpret_cast<const float4*>(sum);
+        const float4 high = *reinterpret_cast<const float4*>(sum + 4);
+        const float4 upper = *reinterpret_cast<const float4*>(sum + 8);
+        const float4 lower = *reinterpret_cast<const float4*>(sum + 12);
+        const StagedRecord& staged = work.record[side][part * kRows + patch_lane];
+        const float4 shape = staged.shape, rest = staged.rest;
+        const math::SigmaMoments m = about_mean({low.x, low.y, low.z, low.w, high.x, high.y},
+                                                static_cast<float>(head.z) + 0.5f * math::kPatchX - shape.x,
+                                                static_cast<float>(head.w) + 0.5f * math::kPatchY - shape.y);
+        float conic[3];
+        math::conic_of({shape.z, shape.w, rest.x}, conic);
+        math::moments_to_gradient(m, conic, rest.y, grad.mean2d, grad.conic, grad.opacity);
+        grad.rgb[0] = upper.x + lower.x;
+        grad.rgb[1] = upper.y + lower.y;
+        grad.rgb[2] = upper.z + lower.z;
+        grad.depth = kDepth ? upper.w + lower.w : 0.f;
+        constexpr float kLn2 = 0.693147180559945309f;
+        grad.abs_mean2d[0] = kAbs ? kLn2 * high.z : 0.f;
+        grad.abs_mean2d[1] = kAbs ? kLn2 * high.w : 0.f;
       }
+      if constexpr (kSlots) {
+        if (id[part] >= 0) {
+          store48(out.slot_grad + at + part * kLanes, grad);
+          out.slot_key[at + part * kLanes] =
+              static_cast<uint64_t>(id[part]) << 32 | static_cast<uint32_t>(head.x);
+        }
+      } else {  // three lanes a record: neighbours in memory in one transaction
+        __syncwarp();
+        store48(reinterpret_cast<RecordGrad*>(work.record_grad[side][patch_lane]), grad);
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          const int of = (k * kWarp + lane) / 3, third = (k * kWarp + lane) % 3;
+          const int32_t which = __shfl_sync(kAllLanes, id[part], of);
+          const float4 v = work.record_grad[of / kLanes][of % kLanes][third];
+          if (which >= 0)
+            add_four(reinterpret_cast<float*>(out.record_grad + which) + 4 * third, v.x, v.y, v.z, v.w);
+        }
+      }
+      __syncwarp();  // the workspace is free again
     }
-    __syncwarp();  // the workspace is free for the next bucket
   }
 }
 

@@ -576,7 +576,7 @@ void check_patches(int64_t records) {
                            static_cast<float>(ellipse.half_height * (1 + 1e-6))};
     const uint32_t bits =
         math::patches_met(record.mean2d, record.conic, half, static_cast<float>(x0), static_cast<float>(y0));
-    const math::Falloff falloff = math::make_falloff(record.mean2d, record.conic, record.opacity);
+    const math::Falloff falloff = math::make_falloff(record.conic);
     const bool thick = ellipse.det > 1e-2 * ellipse.a * ellipse.c;
     for (int patch = 0; patch < math::kTilePatches; ++patch) {
       const int left = x0 + patch % math::kPatchesAcross * math::kPatchX,
@@ -585,7 +585,8 @@ void check_patches(int64_t records) {
       for (int k = 0; k < math::kPatchX * math::kPatchY; ++k) {
         const float x = static_cast<float>(left + k % math::kPatchX) + 0.5f,
                     y = static_cast<float>(top + k / math::kPatchX) + 0.5f;
-        const float alpha = math::alpha_at(falloff, x - falloff.x, y - falloff.y);
+        const float alpha = math::alpha_at(
+            math::alpha_column(falloff, record.mean2d[0], record.mean2d[1], record.opacity, x), y);
         any |= alpha >= math::kAlphaMin;
         const math::BlendRow row = math::make_blend_row(record.mean2d, record.conic, record.opacity, y);
         const float plain = std::min(math::kAlphaMax, math::uncapped_alpha(row, x - row.x));
