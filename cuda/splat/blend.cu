@@ -31,7 +31,8 @@ constexpr int kBatch = kBlendThreads;  // records in shared memory at a time
 constexpr int kTogether = 4;           // records between looks at what has ended or is full
 constexpr int kAtOnce = 2;             // records whose alphas are taken before the first of them is blended
 constexpr int kFewViews = 8;           // views whose images are named in a kernel's arguments
-constexpr int kHeavyTile = 256;        // records; tiles with more than this and twice the mean start first
+constexpr int kHeavyTile = 256;        // records; tiles with more than this and twice the mean start first,
+constexpr int kHeaviest = 4;           // those with so many times more before the others
 static_assert(kBlendThreads / kLanes == math::kTilePatches && kSides == math::kPatchesAcross &&
               kBucket == kWarp);
 static_assert(math::kPatchX * math::kPatchY == kLanes * kLanePixels && kLanes % math::kPatchX == 0);
@@ -163,8 +164,9 @@ struct BlendInput {
   const float2* half_extent;
   const int32_t* entry;
   const int64_t* tile_begin;
-  const int32_t* heavy;        // tiles to start first
-  const int32_t* heavy_count;  // how many; at most `heavy_room`
+  const int32_t*
+      heavy;  // [heavy_room]: tiles to start first, the heaviest from the front, others from the back
+  const int32_t* heavy_count;  // [2]: how many of either
   int64_t heavy_room;
   int64_t heavy_length;  // tiles with more entries are in `heavy`
   float background[3];
@@ -180,11 +182,16 @@ struct BucketTarget {  // all null: no way back
 };
 
 __global__ void __launch_bounds__(kThreads)
-    find_heavy_kernel(const int64_t* tile_begin, int64_t tiles, int64_t length, int32_t* heavy,
+    find_heavy_kernel(const int64_t* tile_begin, int64_t tiles, int64_t length, int64_t room, int32_t* heavy,
                       int32_t* heavy_count) {
   const int64_t tile = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (tile < tiles && tile_begin[tile + 1] - tile_begin[tile] > length)
+  if (tile >= tiles) return;
+  const int64_t entries = tile_begin[tile + 1] - tile_begin[tile];
+  if (entries <= length) return;
+  if (entries > kHeaviest * length)
     heavy[atomicAdd(heavy_count, 1)] = static_cast<int32_t>(tile);
+  else
+    heavy[room - 1 - atomicAdd(heavy_count + 1, 1)] = static_cast<int32_t>(tile);
 }
 
 // Appends to a list in shared memory, whose end is `to`, if a lane of the side says so. Spelled out, because
@@ -224,7 +231,7 @@ __global__ void __launch_bounds__(kBlendThreads)
 
   int64_t tile = int64_t{blockIdx.x} - in.heavy_room, begin, count;
   if (tile < 0) {
-    if (blockIdx.x >= *in.heavy_count) return;
+    if (blockIdx.x >= in.heavy_count[0] && blockIdx.x < in.heavy_room - in.heavy_count[1]) return;
     tile = in.heavy[blockIdx.x];
     begin = in.tile_begin[tile];
     count = in.tile_begin[tile + 1] - begin;
@@ -443,13 +450,14 @@ void blend_owner(const Frame& frame, int self, TileOwner& owner) {
   owner.bucket_record = Buffer<int32_t>(room * kBucket, self);
   owner.bucket_state = Buffer<float>(room * kBucket * 4, self);
   owner.bucket_depth = Buffer<float>(depth ? room * kBucket : 0, self);
-  owner.bucket_count = Buffer<int32_t>(2, self);  // buckets, heavy tiles
+  owner.bucket_count = Buffer<int32_t>(3, self);  // buckets; heavy tiles of both kinds
   zero(owner.bucket_count);
   if (tiles == 0) return;
   const cudaStream_t stream = shard_stream(self);
   if (heavy_room > 0) {
     find_heavy_kernel<<<blocks_for(tiles, kThreads), kThreads, 0, stream>>>(
-        owner.tile_begin.data(), tiles, heavy_length, heavy.data(), owner.bucket_count.data() + 1);
+        owner.tile_begin.data(), tiles, heavy_length, heavy_room, heavy.data(),
+        owner.bucket_count.data() + 1);
     KERNEL_CHECK("blend", self, tiles);
   }
   Buffer<ViewImages> storage;
@@ -508,12 +516,18 @@ struct PixelMatrix {
   float at[kRows][kStride];
 };
 
+// The records of a bucket. Those of a warp's two are read together, and lie 16 banks apart.
+struct BucketRecords {
+  StagedRecord at[kBucket];
+  float4 apart[4];
+};
+
 template <bool kAbs>
 struct BackWorkspace {  // of one warp
-  StagedRecord record[kSides][kBucket];
+  BucketRecords record[kSides];
   union {
-    PixelMatrix matrix[kSides][kAbs ? 4 : 2];  // dL_dsigma, weight, and what absgrad sums
-    float pixel_grad[kSides][kBucket][8];      // dL_drgbd in two parts
+    PixelMatrix matrix[kSides][kAbs ? 4 : 2];           // dL_dsigma, weight, and what absgrad sums
+    float pixel_grad[kSides][kLanePixels][kLanes][12];  // dL_drgbd in two parts of 4
     float sum[kSides][kRows][kSumStride];
     float4 record_grad[kSides][kRows][3];
   };
@@ -646,7 +660,7 @@ __global__ void __launch_bounds__(kBackThreads)
         const int of = (k * kWarp + lane) / 3, part = (k * kWarp + lane) % 3;
         const int32_t which = __shfl_sync(kAllLanes, id[p], of);
         const Record* from = in.record + (which < 0 ? 0 : which);
-        copy_16_or_zero(shared_address(&work.record[of / kLanes][p * kLanes + of % kLanes]) + 16 * part,
+        copy_16_or_zero(shared_address(&work.record[of / kLanes].at[p * kLanes + of % kLanes]) + 16 * part,
                         reinterpret_cast<const char*>(from) + 16 * part, which >= 0);
       }
     }
@@ -686,7 +700,7 @@ __global__ void __launch_bounds__(kBackThreads)
 #pragma unroll
     for (int p = 0; p < kLanePixels; ++p) {
       const float parts[4] = {g[p].x, g[p].y, g[p].z, g[p].w};
-      float* to = work.pixel_grad[side][kLanePixels * patch_lane + p];
+      float* to = work.pixel_grad[side][p][patch_lane];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         to[i] = __uint_as_float(upper_part(parts[i]));
@@ -700,14 +714,15 @@ __global__ void __launch_bounds__(kBackThreads)
     for (int k = 0; k < kSides; ++k) {
 #pragma unroll
       for (int chunk = 0; chunk < 4; ++chunk) {
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 2; ++i) {  // pixels as in `basis`
           pixel_grad[k][chunk][i] =
-              __float_as_uint(work.pixel_grad[k][8 * chunk + lane % 4 + 4 * i][lane / 4]);
+              __float_as_uint(work.pixel_grad[k][lane % 2][4 * chunk + lane % 4 / 2 + 2 * i][lane / 4]);
+        }
       }
     }
 #pragma unroll
     for (int p = 0; p < kLanePixels; ++p) {
-      StagedRecord& r = work.record[side][p * kLanes + patch_lane];
+      StagedRecord& r = work.record[side].at[p * kLanes + patch_lane];
       const float conic[3] = {r.shape.z, r.shape.w, r.rest.x};
       const math::Falloff falloff = math::make_falloff(conic);
       r.shape.z = falloff.a;
@@ -720,7 +735,7 @@ __global__ void __launch_bounds__(kBackThreads)
     for (int part = 0; part < 2; ++part) {  // 16 records of each bucket
       const int held = most - part * kRows;
       if (held <= 0) break;
-      const uint32_t records = shared_address(work.record[side] + part * kRows);
+      const uint32_t records = shared_address(work.record[side].at + part * kRows);
 #pragma unroll 1
       for (int i0 = 0; i0 < kRows && i0 < held; i0 += kAtOnce) {
         LaneRecord record[kAtOnce];
@@ -751,7 +766,7 @@ __global__ void __launch_bounds__(kBackThreads)
           put(0, dL_dsigma[0], dL_dsigma[1]);
           put(1, weight[0], weight[1]);
           if constexpr (kAbs) {
-            const StagedRecord& staged = work.record[side][part * kRows + i0 + i];
+            const StagedRecord& staged = work.record[side].at[part * kRows + i0 + i];
             const math::Falloff f{staged.shape.z, staged.shape.w, staged.rest.x};
             const float dx = x - staged.shape.x;
             float along_x[kLanePixels], along_y[kLanePixels];
@@ -802,7 +817,7 @@ __global__ void __launch_bounds__(kBackThreads)
         const float4 high = *reinterpret_cast<const float4*>(sum + 4);
         const float4 upper = *reinterpret_cast<const float4*>(sum + 8);
         const float4 lower = *reinterpret_cast<const float4*>(sum + 12);
-        const StagedRecord& staged = work.record[side][part * kRows + patch_lane];
+        const StagedRecord& staged = work.record[side].at[part * kRows + patch_lane];
         const float4 shape = staged.shape, rest = staged.rest;
         const math::SigmaMoments m = about_mean({low.x, low.y, low.z, low.w, high.x, high.y},
                                                 static_cast<float>(head.z) + 0.5f * math::kPatchX - shape.x,
