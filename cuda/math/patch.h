@@ -29,11 +29,29 @@ HOST_DEVICE inline void conic_of(const Falloff& g, float conic[3]) {
   conic[2] = -2.f * kLn2 * g.c;
 }
 
+// One instruction each on the GPU; of a NaN and a number they give the number there.
 HOST_DEVICE inline float smaller(float a, float b) {
 #if defined(__CUDA_ARCH__)
-  return fminf(a, b);  // one instruction, because it leaves NaN to the other
+  return fminf(a, b);
 #else
   return a < b ? a : b;
+#endif
+}
+HOST_DEVICE inline float larger(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+// Root of x, or of 0 where it is negative; below 1e-38 it may be 0.
+HOST_DEVICE inline float root_or_zero(float x) {
+#if defined(__CUDA_ARCH__)
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(larger(x, 0.f)));
+  return root;
+#else
+  return std::sqrt(larger(x, 0.f));
 #endif
 }
 
@@ -110,8 +128,7 @@ HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic
   constexpr float kMargin = 0.01f;
   const float half_width = half_extent[0], half_height = half_extent[1];
   const float slope = -conic[1] * quick_inverse(conic[0]), lean = -conic[1] * quick_inverse(conic[2]);
-  const float square = 1.f - slope * lean;
-  const float width = half_width * quick_sqrt(square > 0.f ? square : 0.f);
+  const float width = half_width * root_or_zero(1.f - slope * lean);
   const float margin = mul_add(1e-3f, half_width, kMargin);  // 1 - b^2/ac is off by 2e-7, its root by 5e-4
   const float most = mul_add(1e-6f, half_width, half_width + kMargin);
   const float extreme = lean * half_width;
@@ -122,14 +139,13 @@ HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic
 #pragma unroll
   for (int row = 0; row < kPatchesDown; ++row) {
     const float top = top_edge + static_cast<float>(row * kPatchY), bottom = top + (kPatchY - 1);
-    const float dy_right = extreme < top ? top : extreme > bottom ? bottom : extreme;
-    const float dy_left = -extreme < top ? top : -extreme > bottom ? bottom : -extreme;
+    const float dy_right = smaller(larger(extreme, top), bottom),
+                dy_left = smaller(larger(-extreme, top), bottom);
     const float up = dy_right * inverse_height, down = dy_left * inverse_height;
-    const float right2 = 1.f - up * up, left2 = 1.f - down * down;
-    float right = mul_add(slope, dy_right, mul_add(width, quick_sqrt(right2 > 0.f ? right2 : 0.f), margin));
-    float left = mul_add(slope, dy_left, -mul_add(width, quick_sqrt(left2 > 0.f ? left2 : 0.f), margin));
-    right = right < most ? right : most;
-    left = left > -most ? left : -most;
+    const float right =
+        smaller(most, mul_add(slope, dy_right, mul_add(width, root_or_zero(mul_add(-up, up, 1.f)), margin)));
+    const float left = larger(
+        -most, mul_add(slope, dy_left, -mul_add(width, root_or_zero(mul_add(-down, down, 1.f)), margin)));
     const bool rows = top <= half_height + kMargin && bottom >= -half_height - kMargin;
 #pragma unroll
     for (int column = 0; column < kPatchesAcross; ++column) {
