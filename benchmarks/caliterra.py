@@ -128,7 +128,14 @@ def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict
         command += ["--pipeline.datamanager.train-cameras-sampling-seed", seed]
         command += ["--pipeline.datamanager.dataparser.downscale-factor", options["downscale"]]
         env = {**os.environ, "COLUMNS": "200"}
-        env.setdefault("NERFSTUDIO_METHOD_CONFIGS", "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat")
+        package = (
+            "ns_mgpu_splat.nerfstudio"  # where it is not installed, Nerfstudio does not find it by itself
+        )
+        env.setdefault("NERFSTUDIO_METHOD_CONFIGS", f"mgpu-splat={package}.config:mgpu_splat")
+        env.setdefault(
+            "NERFSTUDIO_DATAPARSER_CONFIGS",
+            f"mgpu-splat-data={package}.dataparser:mgpu_splat_dataparser",
+        )
         done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True)
         if options["log"]:
             options["log"].write_text(done.stdout + done.stderr)

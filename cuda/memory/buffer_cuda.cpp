@@ -193,7 +193,7 @@ struct Temporaries {
   std::unordered_map<void*, Single> singles;
   std::map<int, cudaEvent_t> event;  // by GPU
   bool (*pressure_hook)() = nullptr;
-  const bool uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr;
+  const bool uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") || !vmm::supported();
 };
 
 Temporaries& temporaries() {

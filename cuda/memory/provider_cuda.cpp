@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "memory/page.h"
+#include "memory/vmm_cuda.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -30,8 +31,10 @@ bool has_attribute(cudaDeviceAttr attribute, int device) {
   return value != 0;
 }
 
-// Two GPUs of the mesh that cannot read each other's memory, or nothing.
-std::string pair_without_access() {
+// Why the GPUs cannot have pages of ours that all of them reach, or nothing.
+std::string obstacle_to_vmm() {
+  std::string obstacle;
+  if (!vmm::supported(&obstacle)) return obstacle;
   for (const int a : mesh_gpus())
     for (const int b : mesh_gpus()) {
       int reachable = 1;
@@ -42,7 +45,7 @@ std::string pair_without_access() {
   return "";
 }
 
-// Why the GPUs cannot do it, or nothing.
+// Why they cannot have managed memory that is moved page by page, or nothing.
 std::string obstacle_to_managed() {
   for (const int gpu : mesh_gpus())
     if (!has_attribute(cudaDevAttrConcurrentManagedAccess, gpu))
@@ -56,12 +59,11 @@ std::string choose_memory(const std::string& wanted) {
   if (wanted != "" && wanted != "vmm" && wanted != "managed")
     throw std::invalid_argument("MGPU_MEMORY is \"" + wanted + "\", expected vmm or managed.");
   if (choice().provider) throw std::runtime_error("the kind of memory was chosen already");
-  const std::string no_vmm = pair_without_access();
-  const std::string no_managed = obstacle_to_managed();
-  if (wanted == "vmm" && no_vmm != "")
-    throw std::runtime_error("MGPU_MEMORY=vmm needs GPUs that reach each other's memory, but " + no_vmm +
+  const std::string no_vmm = obstacle_to_vmm(), no_managed = obstacle_to_managed();
+  const bool managed = wanted == "managed" || (wanted == "" && no_vmm != "");
+  if (!managed && no_vmm != "")
+    throw std::runtime_error("MGPU_MEMORY=vmm is not possible: " + no_vmm +
                              ". Set MGPU_MEMORY=managed, or choose other GPUs in MGPU_DEVICES.");
-  const bool managed = wanted == "managed" || no_vmm != "";
   if (managed && no_managed != "")
     throw std::runtime_error((wanted == "managed"
                                   ? std::string("MGPU_MEMORY=managed is not possible: ")
@@ -69,8 +71,12 @@ std::string choose_memory(const std::string& wanted) {
                              no_managed + ". Choose other GPUs in MGPU_DEVICES.");
   choice().managed = managed;
   choice().provider = managed ? make_managed_provider() : make_vmm_provider();
-  if (wanted != "") return "memory: " + wanted + " (MGPU_MEMORY)";
-  return managed ? "memory: managed, because " + no_vmm : "memory: vmm (pages of 2 MiB on chosen shards)";
+  const std::string kind = managed ? "managed memory" : "vmm, pages of 2 MiB on chosen shards";
+  if (wanted != "") return "memory: " + kind + " (MGPU_MEMORY=" + wanted + ")";
+  return "memory: " + kind +
+         (managed                  ? ", because " + no_vmm
+          : mesh_gpus().size() > 1 ? ", because every GPU reaches the others"
+                                   : "");
 }
 
 bool memory_is_managed() { return choice().managed; }

@@ -9,7 +9,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <future>
 #include <map>
@@ -235,7 +234,13 @@ class VmmProvider final : public PageProvider {
         vmm::map(to, parts.back());
         mapped += parts.back().bytes();
         vmm::open(to, parts.back().bytes(), mesh_gpus());
-        copies.start(to, stretch.begin + (to - aside), parts.back().bytes());
+        const char* const from = stretch.begin + (to - aside);
+        const int left = std::prev(extents_.upper_bound(const_cast<char*>(from)))->second.gpu();
+        const int entered = parts.back().gpu();
+        copies.start(to, from, parts.back().bytes(),
+                     left >= 0      ? left
+                     : entered >= 0 ? entered
+                                    : mesh_gpus().front());
       }
       copies.wait();
     } catch (...) {
@@ -312,32 +317,27 @@ class VmmProvider final : public PageProvider {
     std::thread thread_;
   };
 
-  // Copies that run while the next memory is made.
+  // Copies that run while the next memory is made, on streams of the GPU that they leave.
   class Copies {
    public:
-    Copies() : guard_(mesh_gpus().front()) {
-      for (cudaStream_t& stream : streams_) {
-        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-      }
-    }
     ~Copies() {
-      for (const cudaStream_t stream : streams_) {
-        if (!stream) continue;
+      for (const auto& [gpu, stream] : streams_) {
         cudaStreamSynchronize(stream);  // nobody takes memory away under a copy
         cudaStreamDestroy(stream);
       }
     }
-    void start(void* to, const void* from, int64_t bytes) {
-      const cudaStream_t stream = streams_[static_cast<size_t>(turn_++ % kCopyStreams)];
+    void start(void* to, const void* from, int64_t bytes, int gpu) {
+      DeviceGuard guard(gpu);
+      cudaStream_t& stream = streams_[{gpu, turn_++ % kCopyStreams}];
+      if (!stream) CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
       CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
     }
     void wait() {
-      for (const cudaStream_t stream : streams_) CUDA_CHECK(cudaStreamSynchronize(stream));
+      for (const auto& [gpu, stream] : streams_) CUDA_CHECK(cudaStreamSynchronize(stream));
     }
 
    private:
-    DeviceGuard guard_;
-    std::array<cudaStream_t, kCopyStreams> streams_{};
+    std::map<std::pair<int, int>, cudaStream_t> streams_;  // by GPU and turn
     int turn_ = 0;
   };
 

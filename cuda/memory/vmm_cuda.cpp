@@ -28,6 +28,7 @@ struct Driver {
   decltype(&::cuMemUnmap) unmap;
   decltype(&::cuMemSetAccess) set_access;
   decltype(&::cuGetErrorName) error_name;
+  decltype(&::cuDeviceGetAttribute) attribute;
 
   Driver() {
     find("cuMemAddressReserve", address_reserve);
@@ -38,6 +39,7 @@ struct Driver {
     find("cuMemUnmap", unmap);
     find("cuMemSetAccess", set_access);
     find("cuGetErrorName", error_name);
+    find("cuDeviceGetAttribute", attribute);
   }
 
  private:
@@ -93,6 +95,18 @@ CUmemLocation location_of(int gpu) {
 }
 
 }  // namespace
+
+bool supported(std::string* obstacle) {
+  for (const int gpu : mesh().gpus()) {
+    int yes = 0;
+    const CUresult code =
+        driver().attribute(&yes, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, gpu);
+    if (code == CUDA_SUCCESS && yes) continue;
+    if (obstacle) *obstacle = "cuda:" + std::to_string(gpu) + " has no virtual memory management";
+    return false;
+  }
+  return true;
+}
 
 char* reserve(int64_t bytes) {
   CUdeviceptr base = 0;

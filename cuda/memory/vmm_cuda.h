@@ -19,6 +19,9 @@ using Handle = CUmemGenericAllocationHandle;
 // Bulk memory comes in handles of this size: 2 MiB each would take longer, larger ones are dear to split.
 constexpr int64_t kHandleBytes = int64_t{64} << 20;
 
+// Whether all GPUs of the mesh can do it; the reason why not is put into `obstacle`, if it is given.
+bool supported(std::string* obstacle = nullptr);
+
 // An address range with nothing behind it; null if there is none left.
 char* reserve(int64_t bytes);
 void unreserve(void* base, int64_t bytes) noexcept;

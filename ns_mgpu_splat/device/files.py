@@ -67,24 +67,37 @@ def save(obj: Any, path: str | os.PathLike[str], *, location: str = "mgpu:0") ->
             _patch_checksums(file, archive, {name: wait() for name, wait in checksums.items()})
 
 
+class _Collector(pickle.Pickler):
+    """Goes the way of torch.save's pickler and remembers the storages in the order in which that one numbers them.
+
+    A class of its own, not one made for each call: such a class is a cycle, and would keep the storages until the garbage
+    collector comes by; a tensor whose storage somebody holds cannot grow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=torch.serialization.DEFAULT_PROTOCOL)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        storage = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        self.found.setdefault(storage._cdata, storage)
+        return storage._cdata
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
 def _storages_in_order(obj: Any) -> list[torch.UntypedStorage]:
-    """The storages of `obj` in the order in which torch.save numbers them: that in which a pickler first meets them."""
-    found: dict[int, torch.UntypedStorage] = {}
-
-    class Collector(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            storage = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
-            if not isinstance(storage, torch.UntypedStorage):
-                return None
-            found.setdefault(storage._cdata, storage)
-            return storage._cdata
-
-    class Nowhere:
-        def write(self, data: bytes) -> int:
-            return len(data)
-
-    Collector(Nowhere(), protocol=torch.serialization.DEFAULT_PROTOCOL).dump(obj)
-    return list(found.values())
+    collector = _Collector()
+    collector.dump(obj)
+    collector.clear_memo()
+    return list(collector.found.values())
 
 
 class _Writer:

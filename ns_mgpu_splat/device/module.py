@@ -7,9 +7,10 @@ Registered by `ns_mgpu_splat.init()`. Part one is what `torch.cuda` has too, par
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -332,8 +333,18 @@ def grow(tensor: Tensor, rows: int) -> Tensor:
     Grow between steps. Raises: RuntimeError, and nothing has changed, if the tensor was not reserved, shares its memory
     with a view or has a `.grad`, if `rows` is less than it has or more than its capacity; torch.OutOfMemoryError.
     """
-    _C.grow(tensor, int(rows))
+    _resize(_C.grow, tensor, rows)
     return tensor
+
+
+def _resize(function: Callable[[Tensor, int], None], tensor: Tensor, rows: int) -> None:
+    try:
+        function(tensor, int(rows))
+    except RuntimeError as error:
+        if "share this memory" not in str(error):
+            raise
+        gc.collect()  # what holds it may be garbage that refers to itself
+        function(tensor, int(rows))
 
 
 def shrink(tensor: Tensor, rows: int) -> Tensor:
@@ -341,7 +352,7 @@ def shrink(tensor: Tensor, rows: int) -> Tensor:
 
     Its memory is kept for growing again. Raises: RuntimeError as `grow` does, or if `rows` is more than it has.
     """
-    _C.shrink(tensor, int(rows))
+    _resize(_C.shrink, tensor, rows)
     return tensor
 
 

@@ -92,6 +92,9 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     """Strategy "default": opacity below which a Gaussian is removed; resets lower all opacities to twice this."""
     reset_alpha_every: int = 30
     """Strategy "default": rounds between two resets of the opacities, which clear what no image needs."""
+    reorder_every: int = 0
+    """Steps between two times that Gaussians are put in the order of their places, so that neighbours are read together;
+    0: never. For scenes of millions."""
     ssim_lambda: float = 0.2
     """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
@@ -267,6 +270,7 @@ class MgpuSplatModel(SplatfactoModel):
             "max_gaussians": config.max_gaussians,
             "refine_start": config.warmup_length,
             "refine_every": config.refine_every,
+            "reorder_every": config.reorder_every,
             "seed": seed,
         }
         stop = config.stop_split_at

@@ -173,6 +173,15 @@ def test_growth_with_a_view_alive_is_refused() -> None:
     torch.mgpu.grow(x, 20)
 
 
+def test_garbage_does_not_stand_in_the_way_of_growth() -> None:
+    x = torch.mgpu.reserve((10, 2), 100)
+    cycle: list[object] = [x[2:]]
+    cycle.append(cycle)
+    del cycle
+    torch.mgpu.grow(x, 20)
+    assert x.shape == (20, 2)
+
+
 def test_growth_of_other_tensors_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"was not made by torch.mgpu.reserve"):
         torch.mgpu.grow(torch.zeros(10, 2, device="mgpu"), 20)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from ns_mgpu_splat.device import files
+from ns_mgpu_splat.device import files, native
 
 ROWS = torch.randn(70_000, 3, generator=torch.Generator().manual_seed(0))
 PICKLE_AND_ID = ("data.pkl", ".data/serialization_id")  # torch.load is asked whether the pickle is right
@@ -76,13 +78,48 @@ def test_a_file_for_the_cpu_is_read_without_the_device(tmp_path: Path) -> None:
     assert torch.equal(torch.mgpu.load(path, map_location="cpu")["x"], ROWS)
 
 
-def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+def no_space(*_: object) -> int:
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "pwrite", full)
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """What is not freed by its last reference stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_a_saved_tensor_can_still_grow(tmp_path: Path) -> None:
+    """Nothing of the writer holds its memory once the file is there, as training needs that saves and then grows."""
+    parameter = nn.Parameter(torch.mgpu.reserve((100_000, 3), 1_000_000))
+    moment = torch.mgpu.reserve((100_000,), 1_000_000)
+    for turn in range(1, 4):
+        state = {"state": {"means": parameter.data, "moment": moment}, "view": parameter.detach()}
+        torch.mgpu.save(state, tmp_path / "x.pt", location="cpu")
+        del state
+        native().grow(parameter, 100_000 + turn)  # torch.mgpu.grow collects garbage before it gives up
+        native().grow(moment, 100_000 + turn)
+        moment.copy_(torch.mgpu.load(tmp_path / "x.pt")["state"]["moment"].new_ones(100_000 + turn))
+    assert parameter.shape == (100_003, 3)
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "pwrite", no_space)
     with pytest.raises(OSError, match="No space left"):
         torch.mgpu.save({"x": ROWS.to("mgpu")}, tmp_path / "x.pt")
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_a_failed_save_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.mgpu.reserve((100_000, 3), 1_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pwrite", no_space)
+        with contextlib.suppress(OSError):  # pytest.raises would keep the traceback, and with it the tensor
+            torch.mgpu.save({"x": x}, tmp_path / "x.pt")
+    native().grow(x, 100_001)
 
 
 def risen(run: Callable[[], Any]) -> tuple[Any, float]:

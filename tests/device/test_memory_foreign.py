@@ -145,7 +145,9 @@ def test_pinned_memory(ops: Any) -> None:
 def test_plain_cuda_tensors_inside_a_foreign_operator(ops: Any) -> None:
     x = torch.arange(300_000, dtype=torch.float32, device="mgpu")
     assert torch.equal(ops.through_cuda(x).cpu(), torch.arange(300_000) * 3.0)
-    assert (x * 1).sum().item() == x.cpu().sum().item()
+    assert torch.equal(
+        (x * 2).cpu(), torch.arange(300_000) * 2.0
+    )  # the device that it left current does not matter
 
 
 @pytest.mark.parametrize("batched", [0, 1])

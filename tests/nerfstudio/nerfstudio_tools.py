@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ns_mgpu_splat.nerfstudio.exporter import STAND_IN
+import ns_mgpu_splat
 
+STAND_INS = Path(ns_mgpu_splat.__file__).parent / "nerfstudio" / "without_mesh_tools"
 ENTRY = {
     "ns-train": "nerfstudio.scripts.train",
     "ns-eval": "nerfstudio.scripts.eval",
@@ -30,21 +31,18 @@ def command(tool: str, *arguments: object) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment for a tool: one host shard unless said otherwise, wide lines, open3d or the stand-in for it."""
-    paths = [os.environ.get("PYTHONPATH", ""), *([str(STAND_IN)] if open3d_is_missing() else [])]
-    # before the site's packages, which may hold an open3d that cannot be imported
+    """The environment for a tool: one host shard unless said otherwise, wide lines, stand-ins for mesh tools that lack."""
+    paths = [os.environ.get("PYTHONPATH", ""), *([str(STAND_INS)] if mesh_tools_are_missing() else [])]
     path = os.pathsep.join(filter(None, paths))
     return {**os.environ, "PYTHONPATH": path, "MGPU_DEVICES": "cpu:1", "COLUMNS": "200", **changes}
 
 
 @functools.cache
-def open3d_is_missing() -> bool:
-    """Whether this machine cannot import open3d, or not without a system library that it lacks."""
-    try:
-        import open3d  # noqa: F401
-    except (ImportError, OSError):
-        return True
-    return False
+def mesh_tools_are_missing() -> bool:
+    """Whether this machine cannot import all that Nerfstudio's exporter imports (a system library may lack)."""
+    check = "from ns_mgpu_splat.nerfstudio.exporter import *; print(make_mesh_tools_optional())"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    return done.stdout.strip().splitlines()[-1] != "()"
 
 
 def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **env: str) -> list[dict]:

@@ -20,6 +20,7 @@ from PIL import Image
 from plyfile import PlyData
 
 from ns_mgpu_splat.nerfstudio import checkpoint
+from ns_mgpu_splat.nerfstudio.exporter import MESH_TOOLS, make_mesh_tools_optional
 
 
 @pytest.fixture(scope="module")
@@ -171,11 +172,12 @@ def test_export_needs_no_images(run_tool: Callable, trained: Path, tmp_path: Pat
     assert (tmp_path / "splat.ply").stat().st_size > 1000
 
 
-def test_export_works_where_open3d_cannot_be_imported(trained: Path, tmp_path: Path) -> None:
-    """Both ways: our command, and Nerfstudio's with the stand-in on the path; other exports name what they lack."""
+def test_export_works_where_mesh_tools_cannot_be_imported(trained: Path, tmp_path: Path) -> None:
+    """Both ways: our command, and Nerfstudio's with the stand-ins on the path; other exports name what they lack."""
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "open3d.py").write_text("raise OSError('libusb-1.0.so.0: cannot open shared object file')")
+    for name in MESH_TOOLS:
+        (broken / f"{name}.py").write_text("raise OSError('libusb-1.0.so.0: cannot open shared object file')")
     paths = f"{broken}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     ours, theirs = "ns_mgpu_splat.nerfstudio.exporter", "nerfstudio.scripts.exporter"
 
@@ -188,11 +190,11 @@ def test_export_works_where_open3d_cannot_be_imported(trained: Path, tmp_path: P
             timeout=120,
         )
 
-    stand_in = run(ours, paths, "--path").stdout.strip()
+    stand_ins = run(ours, paths, "--path").stdout.strip()
     export = ["gaussian-splat", "--load-config", trained, "--output-dir"]
     for name, module, path in (
         ("ours", ours, paths),
-        ("theirs", theirs, f"{stand_in}{os.pathsep}{paths}"),
+        ("theirs", theirs, f"{stand_ins}{os.pathsep}{paths}"),
     ):
         done = run(module, path, *export, tmp_path / name)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -200,3 +202,16 @@ def test_export_works_where_open3d_cannot_be_imported(trained: Path, tmp_path: P
     assert run(theirs, paths, *export, tmp_path / "none").returncode != 0, (
         "the test's open3d is not in the way"
     )
+
+
+def test_a_stand_in_says_what_is_missing_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.exporter.MESH_TOOLS", ("no_such_library",))
+    monkeypatch.delitem(sys.modules, "no_such_library", raising=False)
+    assert make_mesh_tools_optional() == ("no_such_library",)
+    import no_such_library
+    from no_such_library import measure
+
+    assert not hasattr(no_such_library, "__path__")
+    with pytest.raises(ModuleNotFoundError, match=r"no_such_library.measure was asked for.*No module named"):
+        measure.marching_cubes()
+    del sys.modules["no_such_library"]

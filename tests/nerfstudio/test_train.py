@@ -261,7 +261,8 @@ def test_the_cap_holds_from_the_first_step_on(nerfstudio_folder: scene.Scene, tm
     results = train_many(
         [
             [*options, "--timestamp", "below", "--pipeline.model.max-gaussians", 150],  # 1,500 seed points
-            [*options, "--timestamp", "grows", "--pipeline.model.max-gaussians", 1531],
+            # saves in between: what was saved can still grow
+            [*options, "--timestamp", "grows", "--pipeline.model.max-gaussians", 1531, "--steps-per-save", 4],
             [*options, "--timestamp", "one", "--pipeline.model.max-gaussians", 1],
         ],
         tmp_path,

@@ -108,6 +108,26 @@ def test_reorder_of_nothing_and_of_one_place() -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [3_000, pytest.param(48_000_000, marks=pytest.mark.gpu)])
+def test_rows_stay_whole_in_columns_of_more_than_2_31_values(rows: int) -> None:
+    """Every row carries its number; means on a line, with the same place for many: sorted by place, then by number."""
+    table = SplatTable(rows, sh_degree=3)
+    number = torch.arange(rows, device="mgpu")
+    with torch.no_grad():
+        table.means.detach()[:, 0] = (number * 1_000_003 % 2**21).float()
+        table.sh0.detach()[:, 0] = (number // 4096).float()
+        table.sh0.detach()[:, 1] = (number % 4096).float()
+        table.shN.detach()[:, 14, 2] = (number % 4099).float()
+    table.reorder()
+    sh0 = table.sh0.detach()
+    found = sh0[:, 0].long() * 4096 + sh0[:, 1].long()
+    place = table.means.detach()[:, 0].long()
+    assert torch.equal(place, found * 1_000_003 % 2**21)
+    assert torch.equal(table.shN.detach()[:, 14, 2].long(), found % 4099)
+    key = place * 2**26 + found
+    assert bool((key[1:] > key[:-1]).all())
+
+
 def test_reorder_leaves_the_image_alone() -> None:
     columns = random_columns(2_000, 9)
     camera = camera_of(random_twin_camera(2, 96, 64))
@@ -194,9 +214,12 @@ PROBE = """
 import sys, torch, ns_mgpu_splat
 sys.path.insert(0, {here!r})
 ns_mgpu_splat.init()
+from ns_mgpu_splat.device import native
 from test_reorder import everything, random_columns, trained
 table, adam = trained(random_columns(9_000, 5))
 table.reorder(adam)
+table.means.detach().neg_()
+native().reorder(table.columns(), adam.state(), adam.other_rows(), 60_000)  # in slices
 table.compact(torch.rand(9_000, generator=torch.Generator().manual_seed(1)) < 0.7, adam)
 torch.save(everything(table, adam), sys.argv[1])
 """
