@@ -40,13 +40,13 @@ constexpr int kRowSlots =
 static_assert(kSpan * kAcross == kSsimWindow + kAcross - 1);
 
 // Rows. In step i row i enters, the centres five rows above get their SSIM, and the row seven rows above
-// those is done: derivatives are read two steps later, when no warp waits for them.
-constexpr int kSlopeLag = 2;
+// those is done: derivatives are read two steps later, before the step's only barrier.
+constexpr int kSlopeLag =
+    2;  // also the rows of derivatives kept: the barrier parts their readers from writers
 constexpr int kCentreLag = kSsimRadius, kOutputLag = 2 * kSsimRadius + kSlopeLag;
-constexpr int kSlopeRing = 2 * kSlopeLag;              // rows of derivatives kept
 constexpr int kWarmUp = 2 * kSsimRadius + kOutputLag;  // steps before the strip's first row is done
 constexpr int kRing = 16;                              // rows kept in shared memory
-static_assert(kRing > kOutputLag + 1);
+static_assert(kRing > kOutputLag + 1);                 // a warp may be a row ahead
 
 // What a value of the loss is divided by.
 struct LossCounts {
@@ -105,8 +105,7 @@ __device__ __forceinline__ float weight_at(int tap) {  // 0..10, known to the co
 // One more row into the window down a column; returns the window of the eleven latest. sums[k] is that of the
 // row k further on, as far as it is known.
 __device__ __forceinline__ float slide(float (&sums)[kSsimWindow - 1], float value) {
-  float full = fmaf(weight_at(0), value, sums[0]);
-  asm volatile("" : "+f"(full));  // now: else the old sums stay alive, and the new ones are moved every time
+  const float full = fmaf(weight_at(0), value, sums[0]);
 #pragma unroll
   for (int k = 1; k < kSsimWindow - 1; ++k) sums[k - 1] = fmaf(weight_at(k), value, sums[k]);
   sums[kSsimWindow - 2] = weight_at(kSsimWindow - 1) * value;
@@ -139,54 +138,10 @@ __device__ __forceinline__ double warp_sum(double value) {
 
 template <bool kMasked>
 struct SharedRows {
-  float4 values[kRing][kRowSlots];         // x, y of the slot's two pixels, shifted; 0 where nothing counts
-  float4 slopes[kSlopeRing][kRowSlots];    // derivatives by mean and square of the slot's two centres
-  float2 products[kSlopeRing][kRowSlots];  // by product
+  float4 values[kRing][kRowSlots];        // x, y of the slot's two pixels, shifted; 0 where nothing counts
+  float4 slopes[kSlopeLag][kRowSlots];    // derivatives by mean and square of the slot's two centres
+  float2 products[kSlopeLag][kRowSlots];  // by product
   float2 keep[kMasked ? kRing : 1][kRowSlots];  // 1 where a pixel counts
-};
-
-// A barrier of a block's warps in two halves: between arrive and wait a warp works on what it does not wait
-// for.
-class WarpBarrier {
- public:
-  __device__ __forceinline__ void init() {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(kWarps) : "memory");
-    }
-    __syncthreads();
-#endif
-  }
-  __device__ __forceinline__ void arrive() {
-#if __CUDA_ARCH__ >= 900
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) {
-      asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
-    }
-#endif
-  }
-  // Until all have arrived for the time `count`, counted from 0.
-  __device__ __forceinline__ void wait(unsigned count) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again_%=:\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again_%=;\n"
-        "}" ::"r"(address()),
-        "r"(count % 2)
-        : "memory");
-#else
-    __syncthreads();
-#endif
-  }
-
- private:
-  __device__ __forceinline__ unsigned address() {
-    return static_cast<unsigned>(__cvta_generic_to_shared(&state_));
-  }
-  uint64_t state_;
 };
 
 // A row's pixels of a thread as they are in memory.
@@ -211,9 +166,7 @@ __device__ __forceinline__ const Target* targets_of(const LossImages& images) {
 template <typename Target, bool kMasked>
 __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant__ LossInput in) {
   extern __shared__ float4 shared_memory[];
-  __shared__ WarpBarrier rows_entered;
   SharedRows<kMasked>& shared = *reinterpret_cast<SharedRows<kMasked>*>(shared_memory);
-  rows_entered.init();
 
   const LossImages& images = in.images;
   const int width = static_cast<int>(images.width), height = static_cast<int>(images.height);
@@ -270,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
 
   float* dL_drgb = in.dL_drgb;
   if (dL_drgb) {
-    dL_drgb += kChannels * ((int64_t{top} - 2 * kSsimRadius) * width + output_column) + channel;
+    dL_drgb += kChannels * ((int64_t{top} - kWarmUp) * width + output_column) + channel;
   }
   // Sums of SSIM belong to the row that comes out when the centre gets its value: the first strip has one row
   // more.
@@ -306,15 +259,14 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
       if constexpr (kMasked) shared.keep[step % kRing][threadIdx.x] = {keep[0], keep[1]};
     }
     next = fetch(row + 1);
-    rows_entered.arrive();
 
-    if (step >=
-        2 * kSsimRadius + kSlopeLag) {  // derivatives of an earlier step, and the row that they complete
-      float by_mean[kAcross] = {}, by_square[kAcross] = {}, by_product[kAcross] = {};
+    // Derivatives of an earlier step along the row: work for warps that are early at the barrier.
+    float by_mean[kAcross] = {}, by_square[kAcross] = {}, by_product[kAcross] = {};
+    if (step >= 2 * kSsimRadius + kSlopeLag) {
 #pragma unroll
       for (int k = 0; k < kSpan; ++k) {
-        const float4 slope = shared.slopes[(step - kSlopeLag) % kSlopeRing][threadIdx.x + kChannels * k];
-        const float2 part = shared.products[(step - kSlopeLag) % kSlopeRing][threadIdx.x + kChannels * k];
+        const float4 slope = shared.slopes[step % kSlopeLag][threadIdx.x + kChannels * k];
+        const float2 part = shared.products[step % kSlopeLag][threadIdx.x + kChannels * k];
         add_tap(by_mean, kAcross * k, slope.x);
         add_tap(by_square, kAcross * k, slope.y);
         add_tap(by_product, kAcross * k, part.x);
@@ -322,6 +274,10 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
         add_tap(by_square, kAcross * k + 1, slope.w);
         add_tap(by_product, kAcross * k + 1, part.y);
       }
+    }
+    __syncthreads();
+
+    {  // the row that those derivatives complete
       const int slot = threadIdx.x + kChannels * (2 * kSsimRadius / kAcross);
       const float4 value = shared.values[(step - kOutputLag) % kRing][slot];
       const float a[kAcross] = {value.x, value.z}, b[kAcross] = {value.y, value.w};
@@ -347,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
       }
       dL_drgb += kChannels * width;
     }
-    rows_entered.wait(step);
+
     {  // the row that entered, and the centres it completes
       float x[kAcross] = {}, y[kAcross] = {}, squares[kAcross] = {}, product[kAcross] = {},
             held[kAcross] = {};
@@ -391,9 +347,9 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
         derivative[j].by_square = counts ? derivative[j].by_square * scale : 0.f;
         derivative[j].by_product = counts ? derivative[j].by_product * scale : 0.f;
       }
-      shared.slopes[step % kSlopeRing][threadIdx.x] = {derivative[0].by_mean, derivative[0].by_square,
-                                                       derivative[1].by_mean, derivative[1].by_square};
-      shared.products[step % kSlopeRing][threadIdx.x] = {derivative[0].by_product, derivative[1].by_product};
+      shared.slopes[step % kSlopeLag][threadIdx.x] = {derivative[0].by_mean, derivative[0].by_square,
+                                                      derivative[1].by_mean, derivative[1].by_square};
+      shared.products[step % kSlopeLag][threadIdx.x] = {derivative[0].by_product, derivative[1].by_product};
     }
   }
   put_sums();

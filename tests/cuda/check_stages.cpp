@@ -1581,6 +1581,8 @@ void check_small(const std::vector<std::string>& names) {
   check_lists(800, 2, 300, 200, -0.5f, true, 4, 3);
   check_two_frames(300);
   check_loss(40, 50, true, true, 0.2f);
+  check_loss(33, 160, false, false, 0.2f);
+  check_loss(20, 30, false, false, 0.f);
   check_relocation(2000);
   check_reorder(2000, kGatherScratch);
   check_densify(2000, 100);
