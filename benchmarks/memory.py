@@ -97,7 +97,11 @@ def moves(gib: float) -> dict[str, float]:
     want = int(x.sum(dtype=torch.int64).item())
     shards = len(mgpu().mesh().shards)
     times = {}
-    for turn in ("first", "second", "third"):
+    for turn in ("nothing made ready", "again", "after a pause"):
+        if turn == "nothing made ready":
+            mgpu().empty_cache()
+        elif turn == "after a pause":
+            time.sleep(0.5)
         for name, run in {
             "to_host": lambda: mgpu().to_host(x),
             "to_device": lambda: mgpu().to_device(x),

@@ -51,6 +51,15 @@ def groups(*, slow: bool, gpu: bool) -> list[Group]:
                 {**need, "MGPU_MEMORY": "managed"},
             ),
             Group(
+                "gpu 0, managed: memory",
+                [
+                    "tests/device/test_gpu.py",
+                    *(str(path) for path in sorted(ROOT.glob("tests/device/test_memory*.py"))),
+                ],
+                "0",
+                {**need, "MGPU_MEMORY": "managed"},
+            ),
+            Group(
                 "gpu, elsewhere", ["-m", "gpu", "tests", *(f"--ignore={room}" for room in rooms)], "0", need
             ),
         ]

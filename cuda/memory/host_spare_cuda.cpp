@@ -13,10 +13,11 @@ namespace {
 
 constexpr int64_t kMost = int64_t{1} << 30;
 constexpr int64_t kMostSmall = int64_t{128} << 20;
+constexpr std::chrono::milliseconds kQuiet{20};
 
 int64_t bound_of_machine() {
   const int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE);
-  return std::min(kMost, memory / 64 / vmm::kHandleBytes * vmm::kHandleBytes);
+  return std::min(kMost, memory / 64 / kHostHandleBytes * kHostHandleBytes);
 }
 
 HostSpare* to_stop_at_exit = nullptr;
@@ -31,18 +32,27 @@ HostSpare::HostSpare() : bound_(bound_of_machine()) {
 
 void HostSpare::fill_ahead() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (filling_ || stop_) return;
+  if (filling_ || stop_ || full()) return;
   filling_ = true;
   std::thread([this] { fill(); }).detach();
 }
 
+bool HostSpare::in_the_way() const {
+  const std::chrono::steady_clock::duration last(last_way_made_.load());
+  return std::chrono::steady_clock::now().time_since_epoch() - last < kQuiet;
+}
+
 void HostSpare::fill() {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_ && static_cast<int64_t>(whole_.size() + 1) * vmm::kHandleBytes <= bound_) {
+  while (!stop_ && !full()) {
+    if (in_the_way()) {
+      changed_.wait_for(lock, kQuiet);
+      continue;
+    }
     lock.unlock();
     std::optional<vmm::Physical> made;
     try {
-      made.emplace(vmm::kHandleBytes, -1);
+      made.emplace(kHostHandleBytes, -1);
     } catch (
         ...) {  // the host is short of memory, or the driver gone: whoever needs a handle will hear of it
     }
@@ -56,14 +66,14 @@ void HostSpare::fill() {
 
 std::optional<vmm::Physical> HostSpare::kept(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<vmm::Physical>& list = bytes == vmm::kHandleBytes ? whole_ : small_;
+  std::vector<vmm::Physical>& list = bytes == kHostHandleBytes ? whole_ : small_;
   const auto found = std::find_if(list.begin(), list.end(),
                                   [&](const vmm::Physical& memory) { return memory.bytes() == bytes; });
   if (found == list.end()) return std::nullopt;
   std::swap(*found, list.back());
   std::optional<vmm::Physical> out(std::move(list.back()));
   list.pop_back();
-  if (bytes != vmm::kHandleBytes) small_bytes_ -= bytes;
+  if (bytes != kHostHandleBytes) small_bytes_ -= bytes;
   return out;
 }
 
@@ -82,8 +92,8 @@ void HostSpare::give(vmm::Physical&& memory) noexcept {
   try {
     std::lock_guard<std::mutex> lock(mutex_);
     const int64_t bytes = mine.bytes();
-    if (bytes == vmm::kHandleBytes) {
-      if (static_cast<int64_t>(whole_.size() + 1) * bytes <= bound_) whole_.push_back(std::move(mine));
+    if (bytes == kHostHandleBytes) {
+      if (!full()) whole_.push_back(std::move(mine));
     } else if (small_bytes_ + bytes <= kMostSmall) {
       small_.push_back(std::move(mine));
       small_bytes_ += bytes;
@@ -96,6 +106,7 @@ void HostSpare::clear() noexcept {
   std::vector<vmm::Physical> gone, gone_too;  // released without the lock
   std::unique_lock<std::mutex> lock(mutex_);
   stop_ = true;
+  changed_.notify_all();
   changed_.wait(lock, [this] { return !filling_; });
   stop_ = false;
   gone.swap(whole_);

@@ -28,6 +28,7 @@ namespace mgpu {
 namespace {
 
 constexpr int64_t kHandlePages = vmm::kHandleBytes / kPageBytes;
+constexpr int64_t kHostHandlePages = kHostHandleBytes / kPageBytes;
 constexpr int64_t kManyPages = 512;  // 1 GiB
 constexpr int kCopyStreams = 2;      // one copy starts while another ends
 
@@ -75,6 +76,7 @@ class VmmProvider final : public PageProvider {
     std::lock_guard<std::mutex> lock(mutex_);
     const int gpu = gpu_of_place(place);
     if (pages >= kManyPages && gpu >= 0) refuse_hopeless(pages, gpu);
+    host_.make_way();
     if (pages >= kHandlePages) host_.fill_ahead();  // again, after trim(): these may go to the host
     char* const begin = static_cast<char*>(at);
     int64_t done = 0;
@@ -94,6 +96,7 @@ class VmmProvider final : public PageProvider {
   void unmap(void* at, int64_t pages) override {
     wait_for_gpus();  // kernels may still use what is being taken away
     std::lock_guard<std::mutex> lock(mutex_);
+    host_.make_way();
     take_away(static_cast<char*>(at), static_cast<char*>(at) + bytes_of(pages));
   }
 
@@ -114,6 +117,7 @@ class VmmProvider final : public PageProvider {
         all_there = false;
     }
     if (all_there) return;
+    host_.make_way();
     wait_for_gpus();
     std::lock_guard<std::mutex> lock(mutex_);
     const auto arrived = [&](const Stretch& done) {
@@ -266,9 +270,9 @@ class VmmProvider final : public PageProvider {
   static std::vector<Wanted> cut(const std::vector<int>& gpu) {
     std::vector<Wanted> out;
     for (size_t page = 0; page < gpu.size();) {
+      const int64_t most = gpu[page] < 0 ? kHostHandlePages : kHandlePages;
       size_t end = page + 1;
-      while (end < gpu.size() && gpu[end] == gpu[page] && static_cast<int64_t>(end - page) < kHandlePages)
-        ++end;
+      while (end < gpu.size() && gpu[end] == gpu[page] && static_cast<int64_t>(end - page) < most) ++end;
       out.push_back({bytes_of(static_cast<int64_t>(end - page)), gpu[page]});
       page = end;
     }
