@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,15 @@ def test_images_and_gradients_match_the_twin(
         assert scenes.relative_l2(viewmat.grad[:3], view.viewmat.grad[:3]) <= 1e-3
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """On GPUs the order of atomics would make two equal sums differ."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 def test_viewmat_on_mgpu_gets_the_gradient_of_one_on_the_cpu() -> None:
     table = scenes.table_of(scenes.random_columns(100, 0), requires_grad=False)
     view = scenes.random_twin_camera(0, 40, 30)
@@ -296,6 +306,7 @@ def test_a_splat_that_covers_everything_and_one_that_touches_the_camera() -> Non
     assert all(torch.isfinite(column.grad.cpu()).all() for column in table.columns())
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_backward_twice_with_retained_graph_gives_twice_the_gradient() -> None:
     table = scenes.table_of(scenes.random_columns(100, 0))
     (image,) = render(table, scenes.camera_of(scenes.random_twin_camera(0, 40, 30)))
