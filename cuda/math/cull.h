@@ -16,15 +16,19 @@
 
 namespace mgpu::math {
 
-// A view as the test reads it.
+// A view as the test reads it: constants of one side each, in the order right, left, bottom, top.
 struct CullView {
   float rotation[9], translation[3];
   float row_norm[3];  // sum of absolute values of each row of the rotation
   float rounding, rounding_per_mean;
   float fx, fy, abs_fx, abs_fy;
-  float reach_x, reach_y, reach;   // pixels a unit of s / z; the larger one
-  float left, right, top, bottom;  // from the principal point to the sides, pixels
+  float reach_x, reach_y, reach;  // pixels a unit of s / z, times G; the larger one, without G
+  float slope[4], abs_slope[4];   // pixels from the principal point to where nothing is seen
 };
+
+constexpr float kCullRootK = 3.68f;  // G: sqrt(2 ln 255 + 1e-5), and a tenth for what tile.h adds to it
+constexpr float kCullRootDilation = 0.55f;  // above sqrt(0.3)
+constexpr float kCullLargestSigma = 100.f;  // px; beyond, tile.h may add more than a tenth
 
 HOST_DEVICE inline CullView make_cull_view(const View& view) {
   CullView out{};
@@ -49,47 +53,61 @@ HOST_DEVICE inline CullView make_cull_view(const View& view) {
     return std::sqrt(dot3(t, t));
   };  // convex in u: largest at an end
   constexpr float kSlack = 1.001f;
-  out.reach_x = kSlack * out.abs_fx * std::fmax(norm_at(0, view.x_over_z_min), norm_at(0, view.x_over_z_max));
-  out.reach_y = kSlack * out.abs_fy * std::fmax(norm_at(1, view.y_over_z_min), norm_at(1, view.y_over_z_max));
-  out.reach = std::fmax(out.reach_x, out.reach_y);
-  out.left = view.cx;
-  out.right = static_cast<float>(view.width) - view.cx;
-  out.top = view.cy;
-  out.bottom = static_cast<float>(view.height) - view.cy;
+  const float reach_x =
+      kSlack * out.abs_fx * std::fmax(norm_at(0, view.x_over_z_min), norm_at(0, view.x_over_z_max));
+  const float reach_y =
+      kSlack * out.abs_fy * std::fmax(norm_at(1, view.y_over_z_min), norm_at(1, view.y_over_z_max));
+  out.reach = std::fmax(reach_x, reach_y);
+  out.reach_x = kCullRootK * reach_x;
+  out.reach_y = kCullRootK * reach_y;
+  const float side[4] = {static_cast<float>(view.width) - view.cx, view.cx,
+                         static_cast<float>(view.height) - view.cy, view.cy};
+  for (int i = 0; i < 4; ++i) {
+    out.slope[i] = side[i] + kCullRootK * kCullRootDilation + 1.f;
+    out.abs_slope[i] = std::fabs(out.slope[i]);
+  }
   return out;
 }
 
-// True only if no Gaussian with a mean within `mean_margin` of `mean` on each axis and a largest log scale of
-// at most `largest_log_scale` can be seen. What is not finite is never rejected.
+// exp for the test: 1e-4 too large, within 1e-5 of that.
+HOST_DEVICE inline float cull_exp(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f + 1.5e-4f));
+  return result;
+#else
+  return std::exp(x) * 1.0001f;
+#endif
+}
+
+// True only if no Gaussian can be seen whose largest log scale is at most `largest_log_scale` and whose mean
+// is, on each axis, within mean_margin + noise s^2 of `mean`, s being the largest scale. What is not finite
+// is never rejected.
 HOST_DEVICE inline bool surely_unseen(const CullView& view, const float mean[3], float largest_log_scale,
-                                      float mean_margin) {
-  constexpr float kRootK = 3.34f;         // above sqrt(2 ln 255 + 1e-5)
-  constexpr float kRootDilation = 0.55f;  // above sqrt(0.3)
-  constexpr float kLargestSigma = 100.f;  // px; beyond, the roundings of tile.h have no simple bound
-  constexpr float kGrowth = 1e-5f;        // of G, per squared pixel of sigma: 24 half ulps of ac / det
+                                      float mean_margin, float noise) {
+  const float* w = view.rotation;
   float camera[3];
-  mat3_mul(view.rotation, mean, camera);
-  const float rounding =
-      view.rounding + view.rounding_per_mean * (std::fabs(mean[0]) + std::fabs(mean[1]) + std::fabs(mean[2]));
-  const float x = camera[0] + view.translation[0], y = camera[1] + view.translation[1];
-  const float z = camera[2] + view.translation[2];
-  const float dx = mean_margin * view.row_norm[0] + rounding, dy = mean_margin * view.row_norm[1] + rounding;
-  const float dz = mean_margin * view.row_norm[2] + rounding;
-  if (z + dz <= kNearPlane) return true;
-  const float scale = std::exp(largest_log_scale) * 1.0001f;
-  const float sigma = quick_divide(view.reach * scale, std::fmax(z - dz, kNearPlane));
-  if (!(sigma <= kLargestSigma)) return false;
-  const float root = kRootK * (1.f + kGrowth * sigma * sigma);
-  const float edge = root * kRootDilation + 1.f;  // px of the half width that do not shrink with z
-  const auto beyond = [&](float along, float focal_margin, float side, float reach) {
-    const float slope = side + edge;
-    return along - slope * z - std::fabs(slope) * dz - focal_margin - root * reach * scale > 0.f;
+  for (int i = 0; i < 3; ++i) {
+    camera[i] = mul_add(w[3 * i], mean[0],
+                        mul_add(w[3 * i + 1], mean[1], mul_add(w[3 * i + 2], mean[2], view.translation[i])));
+  }
+  const float scale = cull_exp(largest_log_scale);
+  const float margin = mul_add(noise * scale, scale, mean_margin);
+  const float rounding = mul_add(view.rounding_per_mean,
+                                 std::fabs(mean[0]) + std::fabs(mean[1]) + std::fabs(mean[2]), view.rounding);
+  const float dx = mul_add(margin, view.row_norm[0], rounding),
+              dy = mul_add(margin, view.row_norm[1], rounding);
+  const float dz = mul_add(margin, view.row_norm[2], rounding), z = camera[2];
+  const float nearest = z - dz > kNearPlane ? z - dz : kNearPlane;
+  const bool bounded = view.reach * scale <= kCullLargestSigma * nearest;
+  const float half_x = mul_add(view.abs_fx, dx, view.reach_x * scale);
+  const float half_y = mul_add(view.abs_fy, dy, view.reach_y * scale);
+  const float across_x = view.fx * camera[0], across_y = view.fy * camera[1];
+  const auto beyond = [&](int side, float along, float half) {
+    return mul_add(-view.abs_slope[side], dz, mul_add(-view.slope[side], z, along)) > half;
   };
-  const float across_x = view.fx * x, across_y = view.fy * y;
-  return beyond(across_x, view.abs_fx * dx, view.right, view.reach_x) |
-         beyond(-across_x, view.abs_fx * dx, view.left, view.reach_x) |
-         beyond(across_y, view.abs_fy * dy, view.bottom, view.reach_y) |
-         beyond(-across_y, view.abs_fy * dy, view.top, view.reach_y);
+  return (z + dz <= kNearPlane) | (bounded & (beyond(0, across_x, half_x) | beyond(1, -across_x, half_x) |
+                                              beyond(2, across_y, half_y) | beyond(3, -across_y, half_y)));
 }
 
 // An upper bound of |exp_avg| / sqrt(exp_avg_sq) of any component that Adam made from zero, by

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads)
       if (met) half = half_extent_of(walk.ellipse);
       walk.box = patch_box(record.mean2d, half);
     }
-    const CoverPart part = walk_tiles(walk, met, in.views, held ? in.view[r] : 0,
-                                      CoverPart{in.tiles, 0, 0, 0}, s_walk[threadIdx.x / kWarp]);
+    const CoverPart<true> part = walk_tiles(walk, met, in.views, held ? in.view[r] : 0,
+                                            CoverPart<true>{in.tiles, 0, 0, 0}, s_walk[threadIdx.x / kWarp]);
     if (!held) continue;
     const uint32_t key = depth_key_of(record.depth);
     half_extent[r] = half;
@@ -79,8 +79,9 @@ void measure(const BinInput& in, int self, TileOwner& owner) {
   owner.depth_histogram = Buffer<SumState>(kDepthBins, self);
   zero(owner.depth_histogram);
   if (in.records == 0) return;
-  const unsigned blocks =
-      persistent_blocks(measure_kernel, kThreads, 0, blocks_for(in.records, kThreads), self);
+  const unsigned blocks = static_cast<unsigned>(
+      std::min<int64_t>(blocks_for(in.records, kThreads),
+                        prepare_kernel(reinterpret_cast<const void*>(measure_kernel), kThreads, 0, self)));
   measure_kernel<<<blocks, kThreads, 0, shard_stream(self)>>>(
       in, reinterpret_cast<float2*>(owner.half_extent.data()), owner.cover.data(), owner.depth_key.data(),
       owner.depth_histogram.data());

@@ -85,17 +85,20 @@ __device__ __forceinline__ Part walk_tiles(const TileWalk& mine, bool wanted, co
   return own;
 }
 
-// The tiles of one owner.
+// The tiles of one owner; those of other owners are left out if kSeveral.
+template <bool kSeveral>
 struct CoverPart {
   RowRange tiles;
   int32_t count, patches;
   uint32_t mask;
 
   __device__ __forceinline__ void add(const TileWalk& walk, const View& view, int y, math::TileSpan span) {
-    const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
-    const int64_t first = tiles.begin - row, last = tiles.end - row;
-    if (first > span.begin) span.begin = first < span.end ? static_cast<int>(first) : span.end;
-    if (last < span.end) span.end = last > span.begin ? static_cast<int>(last) : span.begin;
+    if constexpr (kSeveral) {
+      const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
+      const int64_t first = tiles.begin - row, last = tiles.end - row;
+      if (first > span.begin) span.begin = first < span.end ? static_cast<int>(first) : span.end;
+      if (last < span.end) span.end = last > span.begin ? static_cast<int>(last) : span.begin;
+    }
     const int width = span.end - span.begin;
     count += width;
     patches += walk.box.in_span(y, span.begin, span.end);
@@ -110,7 +113,8 @@ struct CoverPart {
   }
 };
 
-__device__ __forceinline__ TileCover cover_of(const uint16_t rect[4], const CoverPart& part) {
+template <bool kSeveral>
+__device__ __forceinline__ TileCover cover_of(const uint16_t rect[4], const CoverPart<kSeveral>& part) {
   union {
     TileCover cover;
     uint4 words;  // one store

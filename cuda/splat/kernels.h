@@ -5,9 +5,13 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
+#include <algorithm>
 #include <cstdint>
 #include <cuda/std/functional>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "math/gaussian.h"
 #include "memory/buffer.h"
@@ -90,6 +94,28 @@ void with_sh_degree(int degree, const Call& call) {
     default:
       return call(std::integral_constant<int, 3>{});
   }
+}
+
+// ---- kernels that need much shared memory, or fill the GPU
+
+// Allows `kernel` its dynamic shared memory on the GPU of `shard` and returns how many of its blocks that GPU
+// holds at a time. Asks the driver once a kernel and GPU.
+inline int64_t prepare_kernel(const void* kernel, int threads, size_t shared_bytes, int shard) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int64_t> known;
+  const int gpu = shard_device(shard);
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t& blocks = known[{kernel, gpu}];
+  if (blocks == 0) {
+    DeviceGuard guard(gpu);
+    int processors = 0, on_one = 0;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared_bytes)));
+    CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu));
+    CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_one, kernel, threads, shared_bytes));
+    blocks = int64_t{std::max(on_one, 1)} * processors;
+  }
+  return blocks;
 }
 
 // ---- scans and sorts on a shard's stream

@@ -52,14 +52,4 @@ __device__ __forceinline__ int64_t sum_of_blocks_before(SumState* state, int64_t
   return before;
 }
 
-// Blocks that fill the GPU of `shard` with `kernel`, but at most `wanted`.
-template <typename Kernel>
-unsigned persistent_blocks(Kernel kernel, int threads, size_t shared_bytes, int64_t wanted, int shard) {
-  int processors = 0, blocks = 0;
-  CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(shard)));
-  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
-  const int64_t most = int64_t{blocks > 0 ? blocks : 1} * processors;
-  return static_cast<unsigned>(wanted < most ? wanted : most);
-}
-
 }  // namespace mgpu::splat

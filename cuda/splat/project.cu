@@ -80,35 +80,26 @@ __device__ __forceinline__ CullRow load_cull_row(const CullSource& in, int64_t r
   return out;
 }
 
-// By how much of its sigma the noise of the missed steps may move a mean, transparent as the row may have
-// become.
-__device__ __noinline__ float noise_gate_bound(const CullSource& in, int64_t row) {
+// Whether a row that its noise may bring into view can be: how far noise goes depends on how transparent the
+// row may have become. Few rows are asked.
+__device__ __noinline__ bool may_be_seen_by_noise(const CullSource& in, const math::CullView& view,
+                                                  CullRow row, int64_t index) {
   constexpr int kOpacities = 3;
-  const float exp_avg = in.state.exp_avg[kOpacities][row], exp_avg_sq = in.state.exp_avg_sq[kOpacities][row];
+  const float exp_avg = in.state.exp_avg[kOpacities][index],
+              exp_avg_sq = in.state.exp_avg_sq[kOpacities][index];
   const float ratio =
       exp_avg == 0.f ? 0.f : fminf(in.moment_ratio, 1.01f * fabsf(exp_avg) * rsqrtf(exp_avg_sq));
-  const int64_t missed_from = in.state.last_step[row] - in.history.base;
+  const int64_t missed_from = in.state.last_step[index] - in.history.base;
   const float logit =
-      in.opacities[row] - ratio * math::largest_drift(in.history.two[kOpacities][missed_from]);
-  return 1.001f / (1.f + expf(100.f * (math::sigmoid(logit) - 0.005f)));  // add_mcmc_noise's gate
-}
-
-__device__ __forceinline__ bool may_be_seen(const CullSource& in, const math::CullView& view,
-                                            const CullRow& row, int64_t index) {
-  if (row.noise == 0.f) return !math::surely_unseen(view, row.mean, row.log_scale, row.margin);
-  const float scale = expf(row.log_scale) * 1.001f, noise = row.noise * scale * scale;
-  float gate = 1.f;
-  for (int round = 0; round < 2; ++round) {  // most rows need not be asked how transparent they are
-    if (math::surely_unseen(view, row.mean, row.log_scale, row.margin + noise * gate)) return false;
-    if (round == 0) gate = noise_gate_bound(in, index);
-  }
-  return true;
+      in.opacities[index] - ratio * math::largest_drift(in.history.two[kOpacities][missed_from]);
+  const float gate = 1.001f / (1.f + expf(100.f * (math::sigmoid(logit) - 0.005f)));  // add_mcmc_noise's
+  return !math::surely_unseen(view, row.mean, row.log_scale, row.margin, row.noise * gate);
 }
 
 // A block a chunk of rows, in all views. state: [views, chunks], zero before; also clears the histogram that
 // the second kernel adds to.
 template <bool kOneView>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     cull_kernel(const __grid_constant__ CullSource in, const __grid_constant__ Candidates out,
                 SumState* state, SumState* histogram) {
   static_assert(kCullRows * kWarps == kWarp);
@@ -125,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kCullRows; ++k) {
     const int64_t at = first + k * kThreads;
-    if (at < in.rows.end) row[k] = load_cull_row(in, at);
+    row[k] = at < in.rows.end ? load_cull_row(in, at) : CullRow{};
   }
   for (int v = 0; v < in.num_views; ++v) {
     if (!kOneView) {
@@ -133,12 +124,24 @@ __global__ void __launch_bounds__(kThreads)
       if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
       __syncthreads();
     }
+    const math::CullView& view = kOneView ? in.view0 : s_view;
+    bool kept[kCullRows];
     unsigned lanes[kCullRows];
 #pragma unroll
     for (int k = 0; k < kCullRows; ++k) {
-      const bool kept = first + k * kThreads < in.rows.end &&
-                        may_be_seen(in, kOneView ? in.view0 : s_view, row[k], first + k * kThreads);
-      lanes[k] = __ballot_sync(kAllLanes, kept);
+      kept[k] = (first + k * kThreads < in.rows.end) &
+                !math::surely_unseen(view, row[k].mean, row[k].log_scale, row[k].margin, row[k].noise);
+    }
+    if (in.replays && in.history.noise_var) {
+#pragma unroll
+      for (int k = 0; k < kCullRows; ++k) {
+        if (kept[k] && row[k].noise > 0.f)
+          kept[k] = may_be_seen_by_noise(in, view, row[k], first + k * kThreads);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kCullRows; ++k) {
+      lanes[k] = __ballot_sync(kAllLanes, kept[k]);
       if (lane == 0) s_before[k * kWarps + warp] = __popc(lanes[k]);
     }
     __syncthreads();
@@ -251,8 +254,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     const int32_t local_row = next_row;
 
     // geometry
-    TileWalk walk{};
-    float2 half_extent{};
+    TileWalk walk;  // set where the row is visible, and used there only
+    float2 half_extent;
     bool visible = false;
     int64_t last = 0;
     if (local_row >= 0) {
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       rest.start(in.columns, state, history, in.rows.begin, visible ? local_row : -1, last);
 
     // tiles, for the only owner
-    CoverPart cover{{0, out.owners.end[0]}, 0, 0, 0};
+    CoverPart<false> cover{};
     if (one_owner) cover = walk_tiles(walk, visible, in.views, v, cover, s_walk[warp]);
 
     // colour
@@ -355,8 +358,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         out.depth_key[to] = key;
         atomicAdd(s_histogram + key % kDepthBins, 1u);
       }
-      atomicMax(&s_largest, depth_key_of(record.depth));
     }
+    const uint32_t largest = __reduce_max_sync(kAllLanes, visible ? depth_key_of(record.depth) : 0);
+    if (lane == 0) atomicMax(&s_largest, largest);
     if (one_owner) {
       const int32_t pairs = __reduce_add_sync(kAllLanes, visible ? cover.count : 0);
       const int32_t patches = __reduce_add_sync(kAllLanes, visible ? cover.patches : 0);
@@ -451,8 +455,9 @@ class ShardProjection {
       const auto kernel =
           frame_.replays ? record_kernel<degree.value, true> : record_kernel<degree.value, false>;
       constexpr size_t kBytes = sizeof(float4) * kWarps * kStagedPieces<degree.value>;
-      CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kBytes}));
-      const unsigned blocks = persistent_blocks(kernel, kThreads, kBytes, candidate_blocks, shard_);
+      const int64_t resident =
+          prepare_kernel(reinterpret_cast<const void*>(kernel), kThreads, kBytes, shard_);
+      const unsigned blocks = static_cast<unsigned>(std::min(candidate_blocks, resident));
       kernel<<<blocks, kThreads, kBytes, stream>>>(row_source(frame_, shard_), candidates, target);
     });
     KERNEL_CHECK("project", shard_, candidate_room_);

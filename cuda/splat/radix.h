@@ -223,10 +223,7 @@ template <typename Key, int kBins, int kItems>
 void launch_sort_pass(const SortPass<Key>& pass, int64_t tiles, int shard) {
   const auto kernel = sort_pass_kernel<Key, kBins, kItems>;
   constexpr size_t kBytes = sizeof(SortShared<Key, kBins, kItems>);
-  if (kBytes > 48 * 1024) {
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)));
-  }
+  prepare_kernel(reinterpret_cast<const void*>(kernel), kSortThreads, kBytes, shard);
   kernel<<<static_cast<unsigned>(tiles), kSortThreads, kBytes, shard_stream(shard)>>>(pass);
   KERNEL_CHECK("bin", shard, pass.items);
 }

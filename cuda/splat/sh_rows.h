@@ -22,33 +22,39 @@ class ShRows {
 
   __device__ explicit ShRows(float4* shared) : data_(shared) {}
 
-  // By all lanes: starts to read the lane's own `row` (-1: none), as it is after the steps that it missed
-  // since `last`.
+  // By all lanes: starts to read the lane's own row, `first_row` + `row` (-1: none), as it is after the steps
+  // that it missed since `last`.
   __device__ __forceinline__ void start(const SplatColumns& columns, const AdamState* state,
                                         const AdamHistory* history, int64_t first_row, int32_t row,
                                         int64_t last) {
     const int lane = lane_here(), floats = 3 * columns.sh_rest;
     const bool missed = state && row >= 0 && last < history->now;
     const unsigned any_missed = __ballot_sync(kAllLanes, missed);
-    own_ = reinterpret_cast<const float*>(data_ + slot(lane) * kStride) +
-           (row < 0 ? 0 : shift_of(columns.shN + (first_row + row) * floats));
-    const float* const end = columns.shN + columns.num_rows * floats;
+    const float* const from = columns.shN + (first_row + (row < 0 ? 0 : row)) * floats;
+    const int shift = shift_of(from);
+    own_ = reinterpret_cast<float*>(data_ + slot(lane) * kStride) + shift;
+    // The lane's first piece, and in the 4 bits below its address how many there are; of the column's last
+    // row only the whole ones, so that nothing behind the column is read.
+    const bool ends_column = first_row + row + 1 == columns.num_rows;
+    const int wanted = (shift + kWanted + 3) / 4, whole = (shift + floats) / 4;
+    const int pieces = row < 0 || missed ? 0 : ends_column ? min(whole, wanted) : wanted;
+    const uint64_t mine = reinterpret_cast<uint64_t>(from - shift) + static_cast<uint64_t>(pieces);
+    int source = lane / kPieces, piece = lane % kPieces;  // i * 32 + lane = source * kPieces + piece
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int source = (i * kWarp + lane) / kPieces, piece = (i * kWarp + lane) % kPieces;
-      const int32_t source_row = __shfl_sync(kAllLanes, row, source);
-      if (source_row < 0 || (any_missed >> source & 1u)) continue;
-      const float* const first = columns.shN + (first_row + source_row) * floats;
-      const int begin = 4 * piece - shift_of(first);  // of the piece, among the row's floats
-      if (begin >= kWanted) continue;
-      float4* const to = data_ + slot(source) * kStride + piece;
-      const int64_t there = end - first - begin;
-      if (there >= 4) {
-        __pipeline_memcpy_async(to, first + begin, 16);
-      } else {  // at the end of the column
-        for (int k = 0; k < there; ++k)
-          __pipeline_memcpy_async(reinterpret_cast<float*>(to) + k, first + begin + k, 4);
+      const uint64_t there = __shfl_sync(kAllLanes, mine, source);
+      if (piece < static_cast<int>(there & 15u))
+        __pipeline_memcpy_async(data_ + slot(source) * kStride + piece,
+                                reinterpret_cast<const float4*>(there & ~uint64_t{15}) + piece, 16);
+      source += kWarp / kPieces;
+      piece += kWarp % kPieces;
+      if (piece >= kPieces) {
+        piece -= kPieces;
+        ++source;
       }
+    }
+    if (ends_column && pieces > 0) {
+      for (int k = 4 * pieces - shift; k < kWanted; ++k) own_[k] = from[k];
     }
 #pragma unroll 2
     for (int i = 0; i < kPieces && any_missed; ++i) {
@@ -113,8 +119,8 @@ class ShRows {
     to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
   }
 
-  float4* data_;      // [32, kStride]
-  const float* own_;  // the lane's row
+  float4* data_;  // [32, kStride]
+  float* own_;    // the lane's row
 };
 
 }  // namespace mgpu::splat

@@ -980,9 +980,11 @@ void check_cull() {
         log_scales[k] = log_scale + 2 * normal(engine);
       }
       for (float& value : q) value = normal(engine);
+      const float largest = std::max({log_scales[0], log_scales[1], log_scales[2]});
+      const float share = i % 2 ? 0.3f : 0.f;  // of the margin that is noise
       math::Projected p;
-      const bool unseen =
-          math::surely_unseen(cull, stored, std::max({log_scales[0], log_scales[1], log_scales[2]}), margin);
+      const bool unseen = math::surely_unseen(cull, stored, largest, (1 - share) * margin,
+                                              share * margin / std::exp(2 * largest));
       const bool visible = math::project_gaussian(view, mean, q, log_scales, 6 * normal(engine), false, p);
       lost += visible && unseen;
       seen += visible;
