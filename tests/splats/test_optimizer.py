@@ -121,7 +121,9 @@ def assert_same(table: SplatTable, adam: SplatAdam, oracle: DenseAdam, tolerance
 
 
 @pytest.mark.parametrize("eps", [1e-15, 1e-8])
-@pytest.mark.parametrize("start, missed", [(20, 1), (20, 7), (20, 300), (200, 300), (3000, 2), (3000, 300)])
+@pytest.mark.parametrize(
+    ("start", "missed"), [(20, 1), (20, 7), (20, 300), (200, 300), (3000, 2), (3000, 300)]
+)
 def test_missed_steps_equal_dense_steps(start: int, missed: int, eps: float, device: torch.device) -> None:
     """No frame at all: only the replay, from gradients of 1e-16 to 1e-1, the smallest below eps.
 
