@@ -21,47 +21,67 @@ struct Slice {
   int64_t row_units, first, width;
 };
 
-// Calls visit(k, row, unit of the row's slice) for the thread's kCount units of a slice of `rows` rows.
+// Where a thread's units of a slice lie. Scratch holds them one after the other, kThreads apart for a thread.
 // kWidth: the slice's width where the compiler is to know it, else 0.
-template <int kCount, int kWidth, typename Visit>
-__device__ __forceinline__ void for_each_unit(int64_t rows, int64_t slice_width, const Visit& visit) {
-  const int width = kWidth > 0 ? kWidth : static_cast<int>(slice_width);
-  const int64_t first = int64_t{blockIdx.x} * (kThreads * kCount);
-  const int64_t first_row = first / width;
-  const unsigned offset = static_cast<unsigned>(first - first_row * width) + threadIdx.x;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    const unsigned unit = offset + k * kThreads;
-    const int64_t row = first_row + unit / width;
-    if (row < rows) visit(k, row, static_cast<int>(unit % width));
+template <int kCount, int kWidth>
+class ThreadUnits {
+ public:
+  __device__ __forceinline__ ThreadUnits(int64_t rows, int64_t slice_width)
+      : width_(kWidth > 0 ? kWidth : static_cast<unsigned>(slice_width)),
+        left_(rows * width_ - first_unit()),
+        first_row_(first_unit() / width_),
+        offset_(static_cast<unsigned>(first_unit() - first_row_ * width_) + threadIdx.x) {}
+
+  __device__ __forceinline__ bool inside(int k) const { return at(k) < left_; }
+  // Of unit k, or of the last one of all, so that loads need no branch.
+  __device__ __forceinline__ unsigned clamped(int k) const {
+    const unsigned past = inside(k) ? 0u : at(k) - static_cast<unsigned>(left_) + 1u;
+    return offset_ + k * kThreads - past;
   }
-}
+  __device__ __forceinline__ int64_t row(int k) const { return first_row_ + clamped(k) / width_; }
+  __device__ __forceinline__ int64_t unit(int k) const { return clamped(k) % width_; }
+  __device__ __forceinline__ int64_t in_scratch(int k) const { return first_unit() + at(k); }
+
+ private:
+  static __device__ __forceinline__ int64_t first_unit() { return int64_t{blockIdx.x} * (kThreads * kCount); }
+  static __device__ __forceinline__ unsigned at(int k) { return threadIdx.x + k * kThreads; }
+  unsigned width_;
+  int64_t left_, first_row_;
+  unsigned offset_;  // of the thread's first unit from the first row
+};
 
 template <typename Unit, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const Unit* __restrict__ column, Slice slice, const RowOrigin* __restrict__ origin,
                   int64_t rows, Unit* __restrict__ scratch) {
-  const Unit* from[kUnroll<Unit>];
-  Unit value[kUnroll<Unit>];
-  for_each_unit<kUnroll<Unit>, kWidth>(rows, slice.width, [&](int k, int64_t row, int unit) {
-    from[k] = column + origin[row].row() * slice.row_units + slice.first + unit;
-  });
-  for_each_unit<kUnroll<Unit>, kWidth>(rows, slice.width, [&](int k, int64_t, int) { value[k] = *from[k]; });
-  for_each_unit<kUnroll<Unit>, kWidth>(rows, slice.width, [&](int k, int64_t row, int unit) {
-    scratch[row * (kWidth > 0 ? kWidth : slice.width) + unit] = value[k];
-  });
+  constexpr int kCount = kUnroll<Unit>;
+  const ThreadUnits<kCount, kWidth> mine(rows, slice.width);
+  RowOrigin from[kCount];
+  Unit value[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) from[k] = origin[mine.row(k)];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k)
+    value[k] = column[from[k].row() * slice.row_units + slice.first + mine.unit(k)];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (mine.inside(k)) scratch[mine.in_scratch(k)] = value[k];
+  }
 }
 
 // Where a slice is not the whole row. column: of the shard's first row.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
     put_kernel(const Unit* __restrict__ scratch, Slice slice, int64_t rows, Unit* __restrict__ column) {
-  Unit value[kUnroll<Unit>];
-  for_each_unit<kUnroll<Unit>, 0>(
-      rows, slice.width, [&](int k, int64_t row, int unit) { value[k] = scratch[row * slice.width + unit]; });
-  for_each_unit<kUnroll<Unit>, 0>(rows, slice.width, [&](int k, int64_t row, int unit) {
-    column[row * slice.row_units + slice.first + unit] = value[k];
-  });
+  constexpr int kCount = kUnroll<Unit>;
+  const ThreadUnits<kCount, 0> mine(rows, slice.width);
+  Unit value[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) value[k] = mine.inside(k) ? scratch[mine.in_scratch(k)] : Unit{};
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (mine.inside(k)) column[mine.row(k) * slice.row_units + slice.first + mine.unit(k)] = value[k];
+  }
 }
 
 template <typename Unit>
