@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // buffer_cuda.cpp: temporaries of stages. Each GPU and stream has a heap: one long range of addresses, with
 // memory behind the front of it. A freed block is used again by what the stream is given next, without
-// waiting, so after the first step nothing is asked of the driver and a block costs a tenth of a microsecond.
+// waiting, so after the first step nothing is asked of the driver and a block costs a fifth of a microsecond.
 //
 // PYTORCH_NO_CUDA_MEMORY_CACHING=1 (torch's own switch) asks the driver for every block instead, so that
 // compute-sanitizer sees where each begins and ends.
