@@ -100,12 +100,27 @@ bool note_use_of_adopted(const c10::Storage& storage, c10::StreamId stream) {
   return true;
 }
 
+Aliases::Entry* Aliases::find(const c10::StorageImpl* storage) {
+  if (many_.empty()) {
+    for (Entry& entry : entries_)
+      if (entry.original == storage || entry.alias.unsafeGetStorageImpl() == storage) return &entry;
+    return nullptr;
+  }
+  const auto found = many_.find(storage);
+  return found == many_.end() ? nullptr : &entries_[found->second];
+}
+
 c10::Storage Aliases::alias_storage(const c10::Storage& storage) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-  for (const Entry& entry : entries_)
-    if (entry.original == impl) return entry.alias;
+  if (const Entry* known = find(impl)) return known->alias;
   c10::Storage alias = storage_over(storage, backing_device(), backing_allocator());
   entries_.push_back({impl, alias, impl->mutable_data()});
+  constexpr size_t kMany = 16;
+  if (entries_.size() < kMany) return alias;
+  for (size_t i = many_.empty() ? 0 : entries_.size() - 1; i < entries_.size(); ++i) {
+    many_.emplace(entries_[i].original, i);
+    many_.emplace(entries_[i].alias.unsafeGetStorageImpl(), i);
+  }
   return alias;
 }
 
@@ -122,14 +137,13 @@ at::Tensor Aliases::to_backing(const at::Tensor& tensor, bool in_list) {
   return alias;
 }
 
-at::Tensor Aliases::from_backing(const at::Tensor& result) const {
+at::Tensor Aliases::from_backing(const at::Tensor& result) {
   if (!result.defined() || result.device().type() != kBackingType || result.layout() != c10::kStrided)
     return result;
   const c10::Storage& storage = result.storage();
   c10::Storage home;
-  for (const Entry& entry : entries_)
-    if (entry.alias.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl())
-      home = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(entry.original));
+  if (const Entry* entry = find(storage.unsafeGetStorageImpl()))
+    home = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(entry->original));
   if (!home) home = adopt(storage);
   c10::DispatchKeySet keys(kDeviceKey);
   // a zero tensor has no memory; without its key, kernels would read it
@@ -146,17 +160,17 @@ void Aliases::sync_back(const at::Tensor& original, const at::Tensor& alias) {
   if (!original.defined() || !alias.defined() ||
       original.unsafeGetTensorImpl() == alias.unsafeGetTensorImpl())
     return;
-  for (Entry& entry : entries_) {
-    c10::StorageImpl* impl = entry.alias.unsafeGetStorageImpl();
-    if (impl != alias.storage().unsafeGetStorageImpl() || impl->mutable_data() == entry.data) continue;
+  c10::StorageImpl* impl = alias.storage().unsafeGetStorageImpl();
+  Entry* entry = find(impl);
+  if (entry && impl->mutable_data() != entry->data) {
     // the kernel resized the alias: its new block, relabelled, becomes the original's
     c10::DataPtr data = impl->set_data_ptr(c10::DataPtr());
     void* address = data.get();
     const c10::DeleterFnPtr deleter = data.get_deleter();
     void* context = data.release_context();
-    entry.original->set_data_ptr_noswap(c10::DataPtr(address, context, deleter, mgpu_device()));
-    entry.original->set_nbytes(impl->nbytes());
-    entry.data = nullptr;
+    entry->original->set_data_ptr_noswap(c10::DataPtr(address, context, deleter, mgpu_device()));
+    entry->original->set_nbytes(impl->nbytes());
+    entry->data = nullptr;
   }
   if (original.sizes() != alias.sizes() || original.strides() != alias.strides() ||
       original.storage_offset() != alias.storage_offset())

@@ -7,6 +7,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include <unordered_map>
+
 #include "backend/allocator.h"
 #include "backend/device.h"
 
@@ -46,14 +48,17 @@ class Aliases {
 
   // A backing kernel's result as an mgpu tensor: a view of the original storage if it is a view of an alias,
   // else a tensor that owns the fresh storage. Tensors of other devices as they are.
-  at::Tensor from_backing(const at::Tensor& result) const;
+  at::Tensor from_backing(const at::Tensor& result);
 
   // After a kernel wrote `alias`: give `original` its new sizes, and its storage the new memory if it was
   // resized.
   void sync_back(const at::Tensor& original, const at::Tensor& alias);
 
   // After a kernel failed: forget the aliases, so that the next ones do not see what it may have resized.
-  void reset() { entries_.clear(); }
+  void reset() {
+    entries_.clear();
+    many_.clear();
+  }
 
  private:
   struct Entry {
@@ -61,8 +66,12 @@ class Aliases {
     c10::Storage alias;
     void* data;  // of the original when the alias was made
   };
+  // The entry whose original or alias this is; null if there is none.
+  Entry* find(const c10::StorageImpl* storage);
   c10::Storage alias_storage(const c10::Storage& storage);
   c10::SmallVector<Entry, 8> entries_;
+  // The same by their addresses, from 16 entries on: a list of all parameters of a model may be long.
+  std::unordered_map<const c10::StorageImpl*, size_t> many_;
 };
 
 }  // namespace mgpu

@@ -21,10 +21,10 @@ namespace {
 
 bool is_plain(const at::Tensor& tensor) { return is_mgpu(tensor) && !tensor.is_conj() && !tensor.is_neg(); }
 
-void count(const char* name, const at::Tensor& input, bool by_batch) {
+void count(Operator& entry, const at::Tensor& input, bool by_batch) {
   const bool large = is_large(input);
   const bool sharded = by_batch || (large && part_count() == 1);
-  count_run(operator_entry(name), sharded ? Run::kSharded : Run::kLead, large);
+  count_run(entry, sharded ? Run::kSharded : Run::kLead, large);
 }
 
 bool can_be_cut(const at::Tensor& input) {
@@ -68,7 +68,8 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
                        c10::SymIntArrayRef output_padding, c10::SymInt groups) {
   const bool by_batch = can_be_cut(input);
-  count("aten::convolution", input, by_batch);
+  static Operator& entry = operator_entry("aten::convolution");
+  count(entry, input, by_batch);
   Aliases aliases;
   std::optional<at::Tensor> bias_alias;
   if (bias && bias->defined()) bias_alias = aliases.to_backing(*bias);
@@ -97,7 +98,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
     c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
   const bool by_batch = can_be_cut(input) && is_plain(dL_doutput) && dL_doutput.size(0) == input.size(0);
-  count("aten::convolution_backward", input, by_batch);
+  static Operator& entry = operator_entry("aten::convolution_backward");
+  count(entry, input, by_batch);
   Aliases aliases;
   const std::vector<c10::SymInt> bias_size{transposed ? weight.sym_size(1) * groups : weight.sym_size(0)};
   const at::OptionalSymIntArrayRef bias_sizes =

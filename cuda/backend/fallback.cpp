@@ -133,6 +133,25 @@ void run_on_lead(const Operator& entry, torch::jit::Stack* stack) {
   }
 }
 
+namespace {
+
+// Short of memory: once more with all that is kept for reuse given back, unless an argument may be half
+// written.
+Outcome run_sharded_with_retry(const Operator& entry, torch::jit::Stack* stack) {
+  try {
+    return run_sharded(entry, stack);
+  } catch (const c10::OutOfMemoryError& error) {
+    if (entry.in_place || !release_caches()) throw_out_of_memory(error);
+  }
+  try {
+    return run_sharded(entry, stack);
+  } catch (const c10::OutOfMemoryError& again) {
+    throw_out_of_memory(again);
+  }
+}
+
+}  // namespace
+
 void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   BelowAutograd below_autograd;
   Operator& entry = operator_entry(handle);
@@ -148,7 +167,7 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
       count_run(entry, Run::kSharded, true);
       return;
     }
-    const Outcome outcome = run_sharded(entry, stack);
+    const Outcome outcome = run_sharded_with_retry(entry, stack);
     if (outcome == Outcome::kDone) {
       count_run(entry, Run::kSharded, true);
       return;

@@ -3,6 +3,7 @@
 // fallback for the rest. One file, because torch/library.h costs a compiler more than all kernels together.
 #include <torch/library.h>
 
+#include "backend/device.h"
 #include "backend/fallback.h"
 #include "backend/operators.h"
 
@@ -10,6 +11,14 @@ namespace mgpu {
 
 namespace {
 void fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) { run_operator(handle, stack); }
+
+// torch puts such operators together from others on a device that has no kernel of theirs, which costs a
+// multiple of their time (silu_backward, native_layer_norm), although the backing device has one.
+bool is_put_together_in_vain(const c10::OperatorHandle& handle) {
+  const bool put_together = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
+                            handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  return put_together && handle.hasKernelForDispatchKey(kBackingKey);
+}
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -18,7 +27,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // torch would take these lists apart before the fallback sees them; together they need one fork instead of
   // many
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    // torch's way is right for these: to `convolution_backward_overrideable`, and to `cat`
+    if (name.name == "aten::convolution_backward" || name.name == "aten::_stack") continue;
+    const auto handle = c10::Dispatcher::singleton().findSchema(name);
+    if (name.name.rfind("aten::_foreach_", 0) != 0 && !(handle && is_put_together_in_vain(*handle))) continue;
     const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
     m.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }

@@ -20,12 +20,9 @@ bool any_large(const torch::jit::Stack& stack, size_t arguments) {
     const c10::IValue& value = stack[i];
     if (value.isTensor()) {
       if (is_large(value.toTensor())) return true;
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector())
-        if (is_large(tensor)) return true;
-    } else if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-        if (tensor && is_large(*tensor)) return true;
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const c10::IValue& entry : value.toListRef())
+        if (entry.isTensor() && is_large(entry.toTensor())) return true;
     }
   }
   return false;

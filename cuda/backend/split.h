@@ -123,8 +123,8 @@ bool overlaps(const at::Tensor& written, const at::Tensor& read);
 // The shape that all tensors are broadcast to; nothing if they do not fit.
 std::optional<std::vector<int64_t>> broadcast_shape(c10::ArrayRef<at::Tensor> tensors);
 // Indices of what is not zero in a mgpu tensor, [n, dim] int64, in order; found shard by shard. Waits for the
-// count.
-at::Tensor sharded_nonzero(const at::Tensor& tensor);
+// count. `dealt`: in memory that is dealt to the shards, also where one call finds them all.
+at::Tensor sharded_nonzero(const at::Tensor& tensor, bool dealt);
 // An index list with masks as the indices of what they choose, and all of them on mgpu; nothing if a mask
 // does not fit.
 std::optional<std::vector<at::Tensor>> expand_masks(const at::Tensor& self, const c10::IValue& indices);

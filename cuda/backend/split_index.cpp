@@ -14,6 +14,7 @@
 #include <ATen/ops/select_ops.h>
 #include <ATen/ops/to_ops.h>
 
+#include "backend/flavour.h"
 #include "backend/shards.h"
 #include "backend/split.h"
 
@@ -81,18 +82,24 @@ Outcome pick(CutCall& call, const at::Tensor& self, const std::vector<at::Tensor
 
 }  // namespace
 
-at::Tensor sharded_nonzero(const at::Tensor& tensor) {
-  if (one_part_runs_whole() || tensor.dim() == 0 || tensor.size(0) < part_count())
-    return at::_ops::nonzero::call(tensor);
+at::Tensor sharded_nonzero(const at::Tensor& tensor, bool dealt) {
+  if (tensor.dim() == 0 || tensor.size(0) < part_count()) return at::_ops::nonzero::call(tensor);
   Aliases aliases;
   const at::Tensor alias = aliases.to_backing(tensor);
+  if (part_count() == 1 && !dealt) {
+    OperatorScope scope;
+    AllocationScope results_from_the_pool;
+    return aliases.from_backing(at::_ops::nonzero::call(alias));
+  }
   std::vector<at::Tensor> found(static_cast<size_t>(part_count()));
   run_on_parts([&](int part) {
     const RowRange range = part_range(alias.size(0), part);
     if (range.empty()) return;
     at::Tensor indices = at::_ops::nonzero::call(row_slice(alias, range));
-    at::Tensor rows = at::_ops::select_int::call(indices, 1, 0);
-    at::_ops::add__Scalar::call(rows, range.begin, 1);
+    if (range.begin > 0) {
+      at::Tensor rows = at::_ops::select_int::call(indices, 1, 0);
+      at::_ops::add__Scalar::call(rows, range.begin, 1);
+    }
     found[static_cast<size_t>(part)] = indices;
   });
   std::vector<int64_t> begin{0};
@@ -132,7 +139,7 @@ std::optional<std::vector<at::Tensor>> expand_masks(const at::Tensor& self, cons
     if (index.dim() == 0 || at + index.dim() > self.dim()) return std::nullopt;
     for (int64_t d = 0; d < index.dim(); ++d)
       if (index.size(d) != self.size(at + d)) return std::nullopt;
-    const at::Tensor found = sharded_nonzero(index);
+    const at::Tensor found = sharded_nonzero(index, /*dealt=*/false);
     for (int64_t d = 0; d < index.dim(); ++d) expanded.push_back(at::_ops::select_int::call(found, 1, d));
   }
   return expanded;
@@ -160,7 +167,7 @@ Outcome masked_select(CutCall& call) {
     return Outcome::kWhole;
   const auto wide = c10::fromIntArrayRefSlow(*shape);
   const at::Tensor from = at::_ops::expand::call(self, wide, false);
-  const at::Tensor found = sharded_nonzero(at::_ops::expand::call(mask, wide, false));
+  const at::Tensor found = sharded_nonzero(at::_ops::expand::call(mask, wide, false), /*dealt=*/false);
   std::vector<at::Tensor> indices;
   for (int64_t d = 0; d < from.dim(); ++d) indices.push_back(at::_ops::select_int::call(found, 1, d));
   return pick(call, from, indices, at::Tensor(), *index_entry.out_overload);
@@ -215,8 +222,8 @@ Outcome run_index(const Operator& entry, torch::jit::Stack* stack) {
   if (entry.base_name == "aten::masked_select") return masked_select(call);
   if (entry.base_name == "aten::masked_scatter_") return masked_scatter(call);
   const at::Tensor self = call.tensor("self");
-  if (one_part_runs_whole() || self.dim() == 0 || self.size(0) < part_count()) return Outcome::kWhole;
-  call.give(sharded_nonzero(self));
+  if (self.dim() == 0 || self.size(0) < part_count()) return Outcome::kWhole;
+  call.give(sharded_nonzero(self, /*dealt=*/true));
   return Outcome::kDone;
 }
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ns_mgpu_splat.device import native
+
 pytestmark = pytest.mark.usefixtures("split_everything")
 
 
@@ -126,3 +128,19 @@ def test_clipping_and_scaling() -> None:
     scaler.update()
     assert scaler.get_scale() == 4.0
     assert all(torch.equal(p, k) for p, k in zip(module.parameters(), kept, strict=True))
+
+
+@pytest.mark.parametrize("threshold", [1, 1 << 40])
+def test_lists_of_hundreds_of_tensors(threshold: int) -> None:
+    native().set_shard_threshold(threshold)
+    values = [torch.randn(1 + n % 7, generator=torch.Generator().manual_seed(n)) for n in range(300)]
+    shared = [values[0], *values, values[0]]  # one tensor twice
+    there = [value.to("mgpu") for value in values]
+    sums = torch._foreach_add([there[0], *there, there[0]], 2.0)
+    for got, want in zip(sums, shared, strict=True):
+        assert torch.equal(got.cpu(), want + 2.0)
+    torch._foreach_mul_(there, 3.0)
+    for got, want in zip(there, values, strict=True):
+        assert torch.equal(got.cpu(), want * 3.0)
+    norms = torch._foreach_norm(there)
+    torch.testing.assert_close(torch.stack(norms).cpu(), torch.stack([v.norm() * 3 for v in values]))

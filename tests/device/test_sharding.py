@@ -168,3 +168,15 @@ def test_python_may_replace_an_operator() -> None:
     finally:
         library._destroy()
     assert hits == [1]
+
+
+def test_operators_that_torch_would_put_together_run_as_one() -> None:
+    x = torch.randn(20, 8, device="mgpu")
+    weight = torch.ones(8, device="mgpu")
+    for name, run in {
+        "aten::silu_backward": lambda: torch.ops.aten.silu_backward(x, x),
+        "aten::native_layer_norm": lambda: torch.nn.functional.layer_norm(x, (8,), weight),
+        "aten::native_group_norm": lambda: torch.nn.functional.group_norm(x, 2),
+    }.items():
+        stats = counts(run)
+        assert [key for key in stats if key != "aten::fill_.Scalar"] == [name], stats
