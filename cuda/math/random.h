@@ -12,7 +12,7 @@
 namespace mgpu::math {
 
 // What a draw is for: streams of the same seed never meet.
-enum class Stream : uint32_t { kNoise = 1, kSample = 2, kSplit = 3 };
+enum class Stream : uint32_t { kNoise = 1, kSample = 2, kSplit = 3, kRounding = 4 };
 
 struct Random4 {
   uint32_t x[4];
@@ -40,6 +40,16 @@ HOST_DEVICE inline Random4 philox4x32(Random4 counter, uint64_t key) {
 HOST_DEVICE inline Random4 draw(uint64_t seed, Stream stream, int64_t step, int64_t item) {
   return philox4x32({{static_cast<uint32_t>(item), static_cast<uint32_t>(static_cast<uint64_t>(item) >> 32),
                       static_cast<uint32_t>(step), static_cast<uint32_t>(stream)}},
+                    seed);
+}
+
+// Bits to round a row's numbers with, sixteen each: those of the higher SH's float k are of call k % 16, word
+// k / 16; of the float k before them (means to sh0) of call 16 + k / 4, word k % 4. The lower half of a word
+// is the parameter's, the upper the first moment's.
+HOST_DEVICE inline Random4 draw_rounding(uint64_t seed, int64_t step, int64_t row, int call) {
+  return philox4x32({{static_cast<uint32_t>(row), static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32),
+                      static_cast<uint32_t>(step),
+                      static_cast<uint32_t>(Stream::kRounding) | static_cast<uint32_t>(call) << 8}},
                     seed);
 }
 

@@ -30,21 +30,28 @@ RowFloats row_floats_of(const Tensors& columns) {
 }
 
 // Data of a column, or of a moment of one, with its rows declared.
-float* column_data(const Tensor& tensor, const char* what, int column, int64_t rows, int64_t row_floats,
-                   const std::vector<RowRange>& homes) {
-  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.dim() >= 1 &&
+FloatArray column_data(const Tensor& tensor, const char* what, int column, int64_t rows, int64_t row_floats,
+                       const std::vector<RowRange>& homes, at::ScalarType type = at::kFloat) {
+  const char* const name = type == at::kFloat ? "float32" : type == at::kHalf ? "float16" : "bfloat16";
+  TORCH_CHECK_VALUE(tensor.scalar_type() == type && tensor.is_contiguous() && tensor.dim() >= 1 &&
                         tensor.size(0) == rows && tensor.numel() == rows * row_floats,
-                    what, kColumnNames[column], " is ", shape_of(tensor),
-                    ", expected contiguous float32 with ", rows, " rows (as means) of ", row_floats,
-                    " values.");
-  auto* data = static_cast<float*>(tensor.data_ptr());
+                    what, kColumnNames[column], " is ", shape_of(tensor), ", expected contiguous ", name,
+                    " with ", rows, " rows (as means) of ", row_floats, " values.");
+  FloatArray data(static_cast<float*>(tensor.data_ptr()));
+  if (type != at::kFloat) {
+    data = {static_cast<uint16_t*>(tensor.data_ptr()),
+            type == at::kHalf ? FloatArray::Kind::kFloat16 : FloatArray::Kind::kBfloat16};
+  }
   const bool moment = *what != '\0';
   if (rows > 0 && row_floats > 0) {
-    set_row_split(data, rows, row_floats * static_cast<int64_t>(sizeof(float)), homes.data(),
+    set_row_split(data.data(), rows, row_floats * data.bytes(), homes.data(),
                   moment ? "a moment" : kColumnNames[column]);
   }
   return data;
 }
+
+// A half table has shN in float16, and its optimizer all first moments in bfloat16.
+bool is_half(const Tensors& columns) { return columns[kShColumn].scalar_type() == at::kHalf; }
 
 }  // namespace
 
@@ -63,11 +70,19 @@ float* floats(const Tensor& tensor, const char* name) {
 SplatColumns columns_of(const Tensors& columns, const std::vector<RowRange>& homes) {
   const RowFloats floats = row_floats_of(columns);
   const int64_t rows = columns[0].size(0);
-  float* data[kColumns];
+  FloatArray data[kColumns];
   for (int i = 0; i < kColumns; ++i) {
-    data[i] = column_data(columns[static_cast<size_t>(i)], "", i, rows, floats.of[i], homes);
+    data[i] = column_data(columns[static_cast<size_t>(i)], "", i, rows, floats.of[i], homes,
+                          i == kShColumn && is_half(columns) ? at::kHalf : at::kFloat);
   }
-  return {data[0], data[1], data[2], data[3], data[4], data[5], rows, static_cast<int>(floats.of[5] / 3)};
+  return {data[0].float32(),
+          data[1].float32(),
+          data[2].float32(),
+          data[3].float32(),
+          data[4].float32(),
+          data[kShColumn],
+          rows,
+          static_cast<int>(floats.of[kShColumn] / 3)};
 }
 
 AdamState state_of(const Tensors& state, const Tensors& columns, const std::vector<RowRange>& homes) {
@@ -78,8 +93,10 @@ AdamState state_of(const Tensors& state, const Tensors& columns, const std::vect
   AdamState out{};
   for (int i = 0; i < kColumns; ++i) {
     const auto at = static_cast<size_t>(i);
-    out.exp_avg[i] = column_data(state[at], "exp_avg of ", i, rows, floats.of[i], homes);
-    out.exp_avg_sq[i] = column_data(state[at + kColumns], "exp_avg_sq of ", i, rows, floats.of[i], homes);
+    out.exp_avg[i] = column_data(state[at], "exp_avg of ", i, rows, floats.of[i], homes,
+                                 is_half(columns) ? at::kBFloat16 : at::kFloat);
+    out.exp_avg_sq[i] =
+        column_data(state[at + kColumns], "exp_avg_sq of ", i, rows, floats.of[i], homes).float32();
   }
   const Tensor& last = state.back();
   TORCH_CHECK_VALUE(

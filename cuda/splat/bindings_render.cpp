@@ -87,7 +87,7 @@ std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param
   float* data[kColumns] = {};
   for (int i = 0; i < kColumns; ++i) {
     if (!wanted[i]) continue;
-    grads[i] = at::zeros(tensors[i].sizes(), tensors[i].options().requires_grad(false));
+    grads[i] = at::zeros(tensors[i].sizes(), tensors[i].options().dtype(at::kFloat).requires_grad(false));
     declare_split(*grads[i], frame.homes, "a gradient");
     data[i] = floats(*grads[i], "a gradient");
   }

@@ -83,12 +83,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // moments: null if there is no state.
 __global__ void __launch_bounds__(kThreads)
-    reset_opacities_kernel(float* opacities, float* exp_avg, float* exp_avg_sq, RowRange rows, float most) {
+    reset_opacities_kernel(float* opacities, FloatArray exp_avg, float* exp_avg_sq, RowRange rows,
+                           float most) {
   const int64_t row = rows.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (row >= rows.end) return;
   opacities[row] = fminf(opacities[row], most);
-  if (!exp_avg) return;
-  exp_avg[row] = 0.f;
+  if (!exp_avg_sq) return;
+  exp_avg.set(row, 0.f, 0);
   exp_avg_sq[row] = 0.f;
 }
 
@@ -189,7 +190,7 @@ void reset_opacities(const SplatColumns& columns, const AdamState* state, float 
     const RowRange home = homes[static_cast<size_t>(shard.index)];
     if (home.empty()) return;
     reset_opacities_kernel<<<blocks_for(home.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-        columns.opacities, state ? state->exp_avg[kOpacities] : nullptr,
+        columns.opacities, state ? state->exp_avg[kOpacities] : FloatArray(),
         state ? state->exp_avg_sq[kOpacities] : nullptr, home, logit);
     KERNEL_CHECK("reset opacities", shard.index, home.size());
   });

@@ -75,7 +75,8 @@ void densify(const SplatColumns& columns, const AdamState* state, const DensifyP
       }
       if (!state) continue;
       for (size_t column = 0; column < kColumns; ++column) {
-        std::fill_n(state->exp_avg[column] + row * floats[column], floats[column], 0.0f);
+        for (int i = 0; i < floats[column]; ++i)
+          state->exp_avg[column].set(row * floats[column] + i, 0.0f, 0);
         std::fill_n(state->exp_avg_sq[column] + row * floats[column], floats[column], 0.0f);
       }
       state->last_step[row] = static_cast<int32_t>(now);
@@ -94,7 +95,7 @@ void reset_opacities(const SplatColumns& columns, const AdamState* state, float 
     for (int64_t row = home.begin; row < home.end; ++row) {
       columns.opacities[row] = std::min(columns.opacities[row], logit);
       if (!state) continue;
-      state->exp_avg[kOpacities][row] = 0.0f;
+      state->exp_avg[kOpacities].set(row, 0.0f, 0);
       state->exp_avg_sq[kOpacities][row] = 0.0f;
     }
   });

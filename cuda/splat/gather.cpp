@@ -6,17 +6,16 @@
 namespace mgpu::splat {
 
 std::vector<RowBytes> all_columns(const SplatColumns& columns, const AdamState* state) {
-  float* const data[kColumns] = {columns.means,     columns.quats, columns.scales,
-                                 columns.opacities, columns.sh0,   columns.shN};
+  const FloatArray data[kColumns] = {columns.means,     columns.quats, columns.scales,
+                                     columns.opacities, columns.sh0,   columns.shN};
   const int64_t floats[kColumns] = {3, 4, 3, 1, 3, int64_t{3} * columns.sh_rest};
   std::vector<RowBytes> out;
   for (int i = 0; i < kColumns; ++i) {
-    const int64_t row_bytes = floats[i] * static_cast<int64_t>(sizeof(float));
-    if (row_bytes == 0) continue;
-    out.push_back({data[i], row_bytes});
+    if (floats[i] == 0) continue;
+    out.push_back({data[i].data(), floats[i] * data[i].bytes()});
     if (!state) continue;
-    out.push_back({state->exp_avg[i], row_bytes});
-    out.push_back({state->exp_avg_sq[i], row_bytes});
+    out.push_back({state->exp_avg[i].data(), floats[i] * state->exp_avg[i].bytes()});
+    out.push_back({state->exp_avg_sq[i], floats[i] * static_cast<int64_t>(sizeof(float))});
   }
   if (state) out.push_back({state->last_step, sizeof(int32_t)});
   return out;

@@ -513,6 +513,8 @@ class ShardProjection {
         return in.moment_ratio * most;
       };
       in.moment_ratio = math::moment_ratio_bound(steps.beta1, steps.beta2, steps.eps);
+      // rounded up by 2^-8 in each of the ten steps that a first moment is made of
+      if (!frame_.state.exp_avg[0].is_float32()) in.moment_ratio *= 1.05f;
       in.margin = farthest(0);
       in.scale_margin = farthest(2);
     }

@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t from = source[i], to = destination[i];
   if (from < 0 || to < rows.home.begin || to >= rows.home.end) return;
   for_each_float(rows.values, lane, [&](int column, int k, int size) {
-    float* data = rows.values.column[column];
-    data[to * size + k] = data[from * size + k];
+    const FloatArray data = rows.values.column[column];
+    data.set(to * size + k, data[from * size + k], 0);  // exact
   });
   reset_moments(rows, to, lane);
 }

@@ -43,7 +43,7 @@ RowRange positions_in(const RowListView& list, RowRange range) {
 
 // The columns of a row, and of its moments, as (pointer, floats a row).
 struct ColumnView {
-  float* data;
+  FloatArray data;
   int size;
 };
 
@@ -61,7 +61,7 @@ void reset_moments(const SplatColumns& columns, const AdamState* state, int64_t 
   const auto views = column_views(columns);
   for (size_t column = 0; column < kColumns; ++column) {
     const int size = views[column].size;
-    std::fill_n(state->exp_avg[column] + row * size, size, 0.0f);
+    for (int i = 0; i < size; ++i) state->exp_avg[column].set(row * size + i, 0.0f, 0);
     std::fill_n(state->exp_avg_sq[column] + row * size, size, 0.0f);
   }
   state->last_step[row] = static_cast<int32_t>(now);
@@ -181,7 +181,9 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
           for (int axis = 0; axis < 3; ++axis) columns.scales[3 * row + axis] += std::log(split.scale_ratio);
           reset_moments(columns, state, row, now);
           float* out = parcel.data() + (position - part.begin) * row_floats;
-          for (const ColumnView& view : views) out = std::copy_n(view.data + row * view.size, view.size, out);
+          for (const ColumnView& view : views) {
+            for (int i = 0; i < view.size; ++i) *out++ = view.data[row * view.size + i];
+          }
         }
       });
     });
@@ -197,8 +199,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
               std::upper_bound(first_copy.begin(), first_copy.end(), copy) - first_copy.begin() - 1;
           const float* in = parcel.data() + (position - part.begin) * row_floats;
           for (const ColumnView& view : views) {
-            std::copy_n(in, view.size, view.data + row * view.size);
-            in += view.size;
+            for (int i = 0; i < view.size; ++i) view.data.set(row * view.size + i, *in++, 0);  // exact
           }
           reset_moments(columns, state, row, now);
         }

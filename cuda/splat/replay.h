@@ -39,6 +39,15 @@ HOST_DEVICE inline void replay_noise(const AdamHistory& history, int64_t last_st
   math::add_mcmc_noise(random, std::sqrt(variance), quat, log_scale, opacity_logit, mean);
 }
 
+// The bits with which the float `k` of a row's column is rounded when it is stored after step `step`; the
+// upper half is its first moment's.
+HOST_DEVICE inline uint32_t rounding_bits(uint64_t seed, int64_t step, int64_t row, int column, int k) {
+  constexpr int kFirst[kColumns] = {0, 3, 7, 10, 11, 0};
+  if (column == kShColumn) return math::draw_rounding(seed, step, row, k % 16).x[k / 16];
+  k += kFirst[column];
+  return math::draw_rounding(seed, step, row, 16 + k / 4).x[k % 4];
+}
+
 // A component whose moments are near eps.
 RARE_HOST_DEVICE inline float replay_slowly(const AdamHistory& history, int column, int64_t last_step,
                                             float parameter, float exp_avg, float exp_avg_sq) {
@@ -70,8 +79,16 @@ HOST_DEVICE inline void replay_components(const AdamHistory& history, int column
 // The same with moments from the table, `size` floats at `offset`.
 HOST_DEVICE inline void replay_column(const AdamState& state, const AdamHistory& history, int column,
                                       int64_t last_step, int64_t offset, int size, float* parameter) {
-  replay_components(history, column, last_step, size, state.exp_avg[column] + offset,
-                    state.exp_avg_sq[column] + offset, parameter);
+  const float* exp_avg_sq = state.exp_avg_sq[column] + offset;
+  if (state.exp_avg[column].is_float32()) {
+    replay_components(history, column, last_step, size, state.exp_avg[column].float32() + offset, exp_avg_sq,
+                      parameter);
+  } else {
+    for (int i = 0; i < size; ++i) {
+      const float exp_avg = state.exp_avg[column][offset + i];
+      replay_components(history, column, last_step, 1, &exp_avg, exp_avg_sq + i, parameter + i);
+    }
+  }
 }
 
 // Mean, quaternion, log scales and opacity logit of a row. Null state or history: as stored.

@@ -10,11 +10,12 @@ namespace mgpu::splat {
 
 // A row's floats in all columns (or moments), one after the other.
 struct RowFloats {
-  float* column[kColumns];
+  FloatArray column[kColumns];
   int end[kColumns];  // of the columns' floats in a row
 };
 
-inline RowFloats row_floats(const SplatColumns& columns, float* const data[kColumns]) {
+template <typename Data>
+RowFloats row_floats(const SplatColumns& columns, const Data (&data)[kColumns]) {
   const int size[kColumns] = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
   RowFloats out{};
   for (int i = 0, end = 0; i < kColumns; ++i) {
@@ -34,8 +35,8 @@ struct Rows {
 };
 
 inline Rows rows_of(const SplatColumns& columns, const AdamState* state, int64_t now, RowRange home) {
-  float* const data[kColumns] = {columns.means,     columns.quats, columns.scales,
-                                 columns.opacities, columns.sh0,   columns.shN};
+  const FloatArray data[kColumns] = {columns.means,     columns.quats, columns.scales,
+                                     columns.opacities, columns.sh0,   columns.shN};
   Rows rows{};
   rows.columns = columns;
   rows.values = row_floats(columns, data);
@@ -65,8 +66,8 @@ __device__ __forceinline__ void for_each_float(const RowFloats& floats, int lane
 __device__ __forceinline__ void reset_moments(const Rows& rows, int64_t row, int lane) {
   if (!rows.last_step) return;
   for_each_float(rows.exp_avg, lane, [&](int column, int i, int size) {
-    rows.exp_avg.column[column][row * size + i] = 0.f;
-    rows.exp_avg_sq.column[column][row * size + i] = 0.f;
+    rows.exp_avg.column[column].set(row * size + i, 0.f, 0);
+    rows.exp_avg_sq.column[column].set(row * size + i, 0.f, 0);
   });
   if (lane == 0) rows.last_step[row] = rows.now;
 }

@@ -27,10 +27,15 @@ class ShRows {
   __device__ __forceinline__ void start(const SplatColumns& columns, const AdamState* state,
                                         const AdamHistory* history, int64_t first_row, int32_t row,
                                         int64_t last) {
+    if (!columns.shN.is_float32()) {
+      own_ = reinterpret_cast<float*>(data_ + slot(lane_here()) * kStride);
+      return fetch_half(data_, columns, state, history, first_row, row, last);
+    }
+    const float* const sh = columns.shN.float32();
     const int lane = lane_here(), floats = 3 * columns.sh_rest;
     const bool missed = state && row >= 0 && last < history->now;
     const unsigned any_missed = __ballot_sync(kAllLanes, missed);
-    const float* const from = columns.shN + (first_row + (row < 0 ? 0 : row)) * floats;
+    const float* const from = sh + (first_row + (row < 0 ? 0 : row)) * floats;
     const int shift = shift_of(from);
     own_ = reinterpret_cast<float*>(data_ + slot(lane) * kStride) + shift;
     // The lane's first piece, and in the 4 bits below its address how many there are; of the column's last
@@ -62,7 +67,7 @@ class ShRows {
       const int64_t first = (first_row + __shfl_sync(kAllLanes, row, source)) * floats;
       const int64_t source_last = __shfl_sync(kAllLanes, last, source);
       if (!(any_missed >> source & 1u)) continue;
-      const int begin = 4 * piece - shift_of(columns.shN + first);
+      const int begin = 4 * piece - shift_of(sh + first);
       if (begin < kWanted)
         data_[slot(source) * kStride + piece] =
             replayed(columns, *state, *history, first, begin, source_last);
@@ -80,6 +85,34 @@ class ShRows {
   __device__ __forceinline__ float value(int k) const { return own_[k]; }
 
  private:
+  // Of a half table: numbers of 2 bytes, through registers.
+  static __device__ __noinline__ void fetch_half(float4* data, const SplatColumns& columns,
+                                                 const AdamState* state, const AdamHistory* history,
+                                                 int64_t first_row, int32_t row, int64_t last) {
+    const int lane = lane_here(), floats = 3 * columns.sh_rest;
+#pragma unroll 2
+    for (int i = 0; i < kPieces; ++i) {
+      const int source = (i * kWarp + lane) / kPieces, begin = 4 * ((i * kWarp + lane) % kPieces);
+      const int32_t source_row = __shfl_sync(kAllLanes, row, source);
+      const int64_t source_last = __shfl_sync(kAllLanes, last, source);
+      if (source_row < 0 || begin >= kWanted) continue;
+      const int64_t first = (first_row + source_row) * floats + begin;
+      float value[4] = {};
+      for (int k = 0; k < 4 && begin + k < kWanted; ++k)
+        value[k] = math::from_float16(columns.shN.bits16()[first + k]);
+      if (state && source_last < history->now) {
+        const math::MissedSteps missed = missed_steps(*history, kShColumn, source_last);
+        const math::AdamConstants constants =
+            math::adam_constants(history->beta1, history->beta2, history->eps);
+        for (int k = 0; k < 4 && begin + k < kWanted; ++k) {
+          value[k] = math::replay_missed(constants, missed, value[k], state->exp_avg[kShColumn][first + k],
+                                         state->exp_avg_sq[kShColumn][first + k]);
+        }
+      }
+      data[slot(source) * kStride + begin / 4] = make_float4(value[0], value[1], value[2], value[3]);
+    }
+  }
+
   static __device__ __forceinline__ int shift_of(const float* row) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(row) / 4 % 4);
   }
@@ -90,8 +123,8 @@ class ShRows {
   static __device__ float4 replayed(const SplatColumns& columns, const AdamState& state,
                                     const AdamHistory& history, int64_t first, int begin, int64_t last) {
     constexpr int kColumn = 5;
-    const float* value = columns.shN + first + begin;
-    const float* exp_avg = state.exp_avg[kColumn] + first + begin;
+    const float* value = columns.shN.float32() + first + begin;
+    const float* exp_avg = state.exp_avg[kColumn].float32() + first + begin;
     const float* exp_avg_sq = state.exp_avg_sq[kColumn] + first + begin;
     float p[4], m[4], v[4];
     const bool whole = begin >= 0 && begin + 4 <= kWanted;

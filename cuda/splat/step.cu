@@ -115,7 +115,7 @@ __device__ constexpr int first_float(int column) {
 // Calls visit(place in shared memory, address in the table) for each float of the columns of `kSize` floats a
 // row: parameters and moments. Neighbouring lanes have neighbouring floats, so that each sector is touched
 // once.
-template <int kSize, typename Visit>
+template <int kSize, bool kHalf, typename Visit>
 __device__ __forceinline__ void for_each_float_of(const Table& table, WarpRows& rows, int lane,
                                                   const Visit& visit) {
 #pragma unroll
@@ -126,7 +126,10 @@ __device__ __forceinline__ void for_each_float_of(const Table& table, WarpRows& 
     const auto column = [&](int c, float* data) {
       float* place = rows.data + r * WarpRows::kStride + first_float(c) + i;
       visit(place, data + at);
-      visit(place + WarpRows::kFloats, table.state.exp_avg[c] + at);
+      if constexpr (kHalf)
+        visit(place + WarpRows::kFloats, table.state.exp_avg[c].bits16() + at, row, c, i);
+      else
+        visit(place + WarpRows::kFloats, table.state.exp_avg[c].float32() + at);
       visit(place + 2 * WarpRows::kFloats, table.state.exp_avg_sq[c] + at);
     };
     if constexpr (kSize == 1) column(3, table.columns.opacities);
@@ -139,21 +142,39 @@ __device__ __forceinline__ void for_each_float_of(const Table& table, WarpRows& 
   }
 }
 
-template <typename Visit>
+template <bool kHalf, typename Visit>
 __device__ __forceinline__ void for_each_float(const Table& table, WarpRows& rows, int lane,
                                                const Visit& visit) {
-  for_each_float_of<3>(table, rows, lane, visit);
-  for_each_float_of<4>(table, rows, lane, visit);
-  for_each_float_of<1>(table, rows, lane, visit);
+  for_each_float_of<3, kHalf>(table, rows, lane, visit);
+  for_each_float_of<4, kHalf>(table, rows, lane, visit);
+  for_each_float_of<1, kHalf>(table, rows, lane, visit);
 }
 
+// Between shared memory and the table: numbers of 32 bits, or first moments of 16.
+struct FetchFloat {
+  __device__ __forceinline__ void operator()(float* place, const float* from) const {
+    __pipeline_memcpy_async(place, from, sizeof(float));
+  }
+  __device__ __forceinline__ void operator()(float* place, const uint16_t* from, int64_t, int, int) const {
+    *place = math::from_bfloat16(*from);
+  }
+};
+struct PutFloat {
+  uint64_t seed;
+  int64_t step;
+  __device__ __forceinline__ void operator()(const float* place, float* to) const { __stcs(to, *place); }
+  __device__ __forceinline__ void operator()(const float* place, uint16_t* to, int64_t row, int column,
+                                             int i) const {
+    __stcs(to, math::to_bfloat16(*place, rounding_bits(seed, step, row, column, i) >> 16));
+  }
+};
+
+template <bool kHalf>
 __device__ __forceinline__ LaneRow load_rows(const Table& table, WarpRows& rows, int lane, int64_t row) {
   LaneRow mine{row, 0, false, 1.f, 1.f, rows.data + lane * WarpRows::kStride};
   rows.row[lane] = row;
   __syncwarp();
-  for_each_float(table, rows, lane, [](float* place, const float* from) {
-    __pipeline_memcpy_async(place, from, sizeof(float));
-  });
+  for_each_float<kHalf>(table, rows, lane, FetchFloat{});
   __pipeline_commit();
   if (row >= 0) {
     mine.last = table.state.last_step[row];
@@ -173,9 +194,11 @@ __device__ __forceinline__ LaneRow load_rows(const Table& table, WarpRows& rows,
   return mine;
 }
 
-__device__ __forceinline__ void store_rows(const Table& table, WarpRows& rows, int lane) {
+// After step number `step`.
+template <bool kHalf>
+__device__ __forceinline__ void store_rows(const Table& table, WarpRows& rows, int lane, int64_t step) {
   __syncwarp();
-  for_each_float(table, rows, lane, [](const float* place, float* to) { __stcs(to, *place); });
+  for_each_float<kHalf>(table, rows, lane, PutFloat{table.history.seed, step});
 }
 
 // Parameters of the row after the steps that it missed.
@@ -253,22 +276,33 @@ struct RowWindows {
   }
 };
 
-__device__ __forceinline__ float load_once(const float* from) {
-#if LDPOLICY == 0
-  return *from;
-#elif LDPOLICY == 1
-  return __ldcs(from);
-#else
-  float value;
-  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(value) : "l"(from));
-  return value;
-#endif
+// Numbers of shN and of its first moment.
+template <bool kHalf>
+__device__ __forceinline__ float load_value(const Table& table, int64_t at) {
+  if constexpr (kHalf) return math::from_float16(table.columns.shN.bits16()[at]);
+  return table.columns.shN.float32()[at];
+}
+template <bool kHalf>
+__device__ __forceinline__ float load_exp_avg(const Table& table, int64_t at) {
+  if constexpr (kHalf) return math::from_bfloat16(table.state.exp_avg[kShColumn].bits16()[at]);
+  return table.state.exp_avg[kShColumn].float32()[at];
+}
+template <bool kHalf>
+__device__ __forceinline__ void store_rest(const Table& table, int64_t at, float value, float m,
+                                           uint32_t random) {
+  if constexpr (kHalf) {
+    __stcs(table.columns.shN.bits16() + at, math::to_float16(value, random));
+    __stcs(table.state.exp_avg[kShColumn].bits16() + at, math::to_bfloat16(m, random >> 16));
+  } else {
+    __stcs(table.columns.shN.float32() + at, value);
+    __stcs(table.state.exp_avg[kShColumn].float32() + at, m);
+  }
 }
 
 // Replays the higher SH of the warp's rows, calls advance(row in the warp, which float, value, m, v) for each
 // and writes them back. kMissed: some row has missed steps.
-template <int kRest, bool kMissed, typename Advance>
-__device__ __forceinline__ void update_rest(const Table& table, const WarpRows& rows, int lane,
+template <int kRest, bool kHalf, bool kMissed, typename Advance>
+__device__ __forceinline__ void update_rest(const Table& table, const WarpRows& rows, int lane, int64_t step,
                                             const Advance& advance) {
   using Windows = RowWindows<kRest>;
   constexpr int kLanes = Windows::kLanes;
@@ -282,9 +316,9 @@ __device__ __forceinline__ void update_rest(const Table& table, const WarpRows& 
 #pragma unroll
       for (int w = 0; w < Windows::kCount; ++w) {
         const bool has = windows.has(w);
-        value[t][w] = has ? load_once(table.columns.shN + at + w * kLanes) : 0.f;
-        m[t][w] = has ? load_once(table.state.exp_avg[kShColumn] + at + w * kLanes) : 0.f;
-        v[t][w] = has ? load_once(table.state.exp_avg_sq[kShColumn] + at + w * kLanes) : 0.f;
+        value[t][w] = has ? load_value<kHalf>(table, at + w * kLanes) : 0.f;
+        m[t][w] = has ? load_exp_avg<kHalf>(table, at + w * kLanes) : 0.f;
+        v[t][w] = has ? table.state.exp_avg_sq[kShColumn][at + w * kLanes] : 0.f;
       }
     }
 #pragma unroll
@@ -308,26 +342,39 @@ __device__ __forceinline__ void update_rest(const Table& table, const WarpRows& 
       }
       const Windows windows(rows.row[r], lane);
       const int64_t at = windows.first + windows.begin;
+      math::Random4 random{};
+      if (kHalf && kLanes == 16) {
+        random = math::draw_rounding(table.history.seed, step, rows.row[r], windows.begin & 15);
+        if (windows.begin < 0)
+          random = {{0, random.x[0], random.x[1], random.x[2]}};  // window w is word w - 1
+      }
 #pragma unroll
       for (int w = 0; w < Windows::kCount; ++w) {
         if (!windows.has(w)) continue;
-        advance(r, windows.begin + w * kLanes, value[t][w], m[t][w], v[t][w]);
-        __stcs(table.columns.shN + at + w * kLanes, value[t][w]);
-        __stcs(table.state.exp_avg[kShColumn] + at + w * kLanes, m[t][w]);
+        const int k = windows.begin + w * kLanes;
+        advance(r, k, value[t][w], m[t][w], v[t][w]);
+        uint32_t bits = 0;
+        if constexpr (kHalf) {
+          if (kLanes == 16)  // one call has the bits of all the lane's floats
+            bits = random.x[w];
+          else
+            bits = rounding_bits(table.history.seed, step, rows.row[r], kShColumn, k);
+        }
+        store_rest<kHalf>(table, at + w * kLanes, value[t][w], m[t][w], bits);
         __stcs(table.state.exp_avg_sq[kShColumn] + at + w * kLanes, v[t][w]);
       }
     }
   }
 }
 
-template <int kRest, typename Advance>
-__device__ __forceinline__ void update_rest(const Table& table, const WarpRows& rows, int lane, bool behind,
-                                            const Advance& advance) {
+template <int kRest, bool kHalf, typename Advance>
+__device__ __forceinline__ void update_rest(const Table& table, const WarpRows& rows, int lane, int64_t step,
+                                            bool behind, const Advance& advance) {
   if constexpr (kRest > 0) {
     if (__any_sync(kAllLanes, behind))
-      update_rest<kRest, true>(table, rows, lane, advance);
+      update_rest<kRest, kHalf, true>(table, rows, lane, step, advance);
     else
-      update_rest<kRest, false>(table, rows, lane, advance);
+      update_rest<kRest, kHalf, false>(table, rows, lane, step, advance);
   }
 }
 
@@ -340,7 +387,7 @@ struct RestRoom {
   float data[kWarp * kStride];
 };
 
-template <int kRest, bool kSeveral>
+template <int kRest, bool kSeveral, bool kHalf>
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     step_kernel(const __grid_constant__ StepInput in) {
   __shared__ WarpRows all_rows[kStepWarps];
@@ -364,10 +411,10 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     }
   };
 
-  const LaneRow mine = load_rows(in.table, rows, lane,
-                                 !held      ? -1
-                                 : kSeveral ? in.united.row[i]
-                                            : in.only.row[i]);
+  const LaneRow mine = load_rows<kHalf>(in.table, rows, lane,
+                                        !held      ? -1
+                                        : kSeveral ? in.united.row[i]
+                                                   : in.only.row[i]);
   float* const rest = rest_of_rows + lane * RestRoom<kRest>::kStride;
   float mean[3], dL_dmean[3] = {}, noise[3] = {};
   double sum[2] = {0.0, 0.0};
@@ -422,12 +469,13 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   }
 
   __syncwarp();
-  update_rest<kRest>(in.table, rows, lane, mine.behind, [&](int r, int k, float& value, float& m, float& v) {
-    float& shared = rest_of_rows[r * RestRoom<kRest>::kStride + k];
-    const float gradient = shared;
-    shared = value;
-    math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value, m, v);
-  });
+  update_rest<kRest, kHalf>(
+      in.table, rows, lane, in.now.number, mine.behind, [&](int r, int k, float& value, float& m, float& v) {
+        float& shared = rest_of_rows[r * RestRoom<kRest>::kStride + k];
+        const float gradient = shared;
+        shared = value;
+        math::adam_step(constants, in.now.step_size[kShColumn], in.now.inv_sqrt_bc2, gradient, value, m, v);
+      });
   __syncwarp();
 
   if (held) {
@@ -448,7 +496,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     for (int axis = 0; axis < 3; ++axis) mine.data[axis] = mean[axis] + noise[axis];
     in.table.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
   }
-  store_rows(in.table, rows, lane);
+  store_rows<kHalf>(in.table, rows, lane, in.now.number);
 
   if (!in.sums) return;
   __shared__ double warp_sums[kStepWarps][2];
@@ -669,10 +717,12 @@ class ShardStep {
   void launch(const StepInput& in, unsigned blocks) const {
     with_rest(in.table.columns.sh_rest, [&](auto rest) {
       constexpr int kRest = decltype(rest)::value;
+      const auto start = [&](auto kernel) { kernel<<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in); };
+      const bool half = !in.table.state.exp_avg[0].is_float32();
       if (knows_rows())
-        step_kernel<kRest, false><<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in);
+        half ? start(step_kernel<kRest, false, true>) : start(step_kernel<kRest, false, false>);
       else
-        step_kernel<kRest, true><<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in);
+        half ? start(step_kernel<kRest, true, true>) : start(step_kernel<kRest, true, false>);
     });
   }
 
@@ -695,7 +745,7 @@ struct FlushInput {
   RowRange rows;
 };
 
-template <int kRest>
+template <int kRest, bool kHalf>
 __global__ void __launch_bounds__(kStepThreads, kFlushBlocks)
     flush_kernel(const __grid_constant__ FlushInput in) {
   __shared__ WarpRows all_rows[kStepWarps];
@@ -705,8 +755,8 @@ __global__ void __launch_bounds__(kStepThreads, kFlushBlocks)
   const int64_t row = in.rows.begin + int64_t{blockIdx.x} * kStepThreads + threadIdx.x;
   const bool behind = row < in.rows.end && in.table.state.last_step[row] < history.now;
   if (!__any_sync(kAllLanes, behind)) return;
-  const LaneRow mine = load_rows(in.table, rows, lane, behind ? row : -1);
-  update_rest<kRest>(in.table, rows, lane, true, [](int, int, float&, float&, float&) {});
+  const LaneRow mine = load_rows<kHalf>(in.table, rows, lane, behind ? row : -1);
+  update_rest<kRest, kHalf>(in.table, rows, lane, history.now, true, [](int, int, float&, float&, float&) {});
   if (behind) {
     float mean[3], quat[4], log_scale[3], logit, sh0[3];
     replay_column<3>(in.table, mine, 0, mean);
@@ -723,7 +773,7 @@ __global__ void __launch_bounds__(kStepThreads, kFlushBlocks)
     put_column<3>(mine, 4, sh0, as_it_is);
     in.table.state.last_step[mine.row] = static_cast<int32_t>(history.now);
   }
-  store_rows(in.table, rows, lane);
+  store_rows<kHalf>(in.table, rows, lane, history.now);
 }
 
 // From the shards' counts to weights[shard] [2] of the regularisers; returns the sum of the counts, on the
@@ -813,8 +863,11 @@ void flush(const SplatColumns& columns, const AdamState& state, const History& h
     Buffer<float> tables;
     const FlushInput in{{columns, state, upload_history(history.view(), tables, shard.index)}, home};
     with_rest(columns.sh_rest, [&](auto rest) {
-      flush_kernel<decltype(rest)::value>
-          <<<blocks_for(home.size(), kStepThreads), kStepThreads, 0, shard_stream(shard.index)>>>(in);
+      constexpr int kRest = decltype(rest)::value;
+      const auto start = [&](auto kernel) {
+        kernel<<<blocks_for(home.size(), kStepThreads), kStepThreads, 0, shard_stream(shard.index)>>>(in);
+      };
+      state.exp_avg[0].is_float32() ? start(flush_kernel<kRest, false>) : start(flush_kernel<kRest, true>);
     });
     KERNEL_CHECK("flush", shard.index, home.size());
   });

@@ -22,6 +22,14 @@ namespace {
 constexpr int64_t kRowsPerPiece = 4096;
 constexpr int kMaxRowFloats = 11 + 3 * math::kMaxShCount;
 
+void load(const FloatArray& from, int64_t begin, int count, float* to) {
+  if (from.is_float32()) {
+    std::copy_n(from.float32() + begin, count, to);
+  } else {
+    for (int i = 0; i < count; ++i) to[i] = from[begin + i];
+  }
+}
+
 // A row with its moments in registers (or nearly), from load to store: flat arrays over all columns, so that
 // one vector loop serves them together.
 class RowInHand {
@@ -30,8 +38,8 @@ class RowInHand {
       : state_(state),
         history_(history),
         constants_(math::adam_constants(history.beta1, history.beta2, history.eps)) {
-    const std::array<float*, kColumns> data = {columns.means,     columns.quats, columns.scales,
-                                               columns.opacities, columns.sh0,   columns.shN};
+    const std::array<FloatArray, kColumns> data = {columns.means,     columns.quats, columns.scales,
+                                                   columns.opacities, columns.sh0,   columns.shN};
     const std::array<int, kColumns> size = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
     for (size_t i = 0; i < kColumns; ++i) {
       columns_[i] = {data[i], size[i], size_};
@@ -44,8 +52,8 @@ class RowInHand {
     row_ = row;
     for (size_t i = 0; i < kColumns; ++i) {
       const auto& [data, size, begin] = columns_[i];
-      std::copy_n(data + row * size, size, parameter() + begin);
-      std::copy_n(state_.exp_avg[i] + row * size, size, exp_avg_ + begin);
+      mgpu::splat::load(data, row * size, size, parameter() + begin);
+      mgpu::splat::load(state_.exp_avg[i], row * size, size, exp_avg_ + begin);
       std::copy_n(state_.exp_avg_sq[i] + row * size, size, exp_avg_sq_ + begin);
     }
     const int64_t last = state_.last_step[row];
@@ -71,9 +79,17 @@ class RowInHand {
   void store(int64_t last_step) {
     for (size_t i = 0; i < kColumns; ++i) {
       const auto& [data, size, begin] = columns_[i];
-      std::copy_n(parameter() + begin, size, data + row_ * size);
-      std::copy_n(exp_avg_ + begin, size, state_.exp_avg[i] + row_ * size);
       std::copy_n(exp_avg_sq_ + begin, size, state_.exp_avg_sq[i] + row_ * size);
+      if (data.is_float32() && state_.exp_avg[i].is_float32()) {
+        std::copy_n(parameter() + begin, size, data.float32() + row_ * size);
+        std::copy_n(exp_avg_ + begin, size, state_.exp_avg[i].float32() + row_ * size);
+        continue;
+      }
+      for (int k = 0; k < size; ++k) {
+        const uint32_t random = rounding_bits(history_.seed, last_step, row_, static_cast<int>(i), k);
+        data.set(row_ * size + k, parameter()[begin + k], random);
+        state_.exp_avg[i].set(row_ * size + k, exp_avg_[begin + k], random >> 16);
+      }
     }
     state_.last_step[row_] = static_cast<int32_t>(last_step);
   }
@@ -130,9 +146,9 @@ class RowInHand {
   }
 
   struct ColumnInHand {
-    float* data;  // of the whole column
-    int size;     // floats of a row
-    int begin;    // of them in the flat arrays
+    FloatArray data;  // of the whole column
+    int size;         // floats of a row
+    int begin;        // of them in the flat arrays
   };
   const AdamState& state_;
   const AdamHistory& history_;

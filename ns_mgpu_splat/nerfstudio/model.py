@@ -56,6 +56,9 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     max_gaussians: int = 1_000_000
     """Hard cap on the number of Gaussians, kept from the first step on: a larger seed cloud is thinned evenly. A
     Gaussian with SH degree 3 takes about 0.7 kB with its optimizer state. Raise it for detail, lower it for memory."""
+    half: bool = False
+    """Keep higher SH coefficients in float16 and first moments in bfloat16, stochastically rounded: about 0.5 kB a Gaussian
+    with SH degree 3. Set it where memory bounds the number of Gaussians."""
     strategy: Literal["mcmc", "default"] = "mcmc"
     """How Gaussians multiply: "mcmc" moves dead ones onto live ones and walks at random; "default" clones, splits, prunes
     and resets opacities as 3DGS did, and does without grow-factor, min-opacity, noise-lr and the two regularisers."""
@@ -201,6 +204,7 @@ class MgpuSplatModel(SplatfactoModel):
             sh_degree=config.sh_degree,
             max_gaussians=config.max_gaussians,
             capacity=max(config.max_gaussians, 1),
+            half=config.half,
         )
         columns = self.table.named_columns()
         self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})

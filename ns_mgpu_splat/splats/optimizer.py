@@ -29,6 +29,9 @@ FLUSH_EVERY = 1000  # steps; bounds the history (native limit: AdamHistory.max_s
 class SplatAdam:
     """Dense Adam's semantics (`torch.optim.Adam`, zero gradient for rows that were not seen) without dense work.
 
+    Of a half table, first moments are kept in bfloat16; they and `shN` are rounded stochastically, by bits that depend on
+    (seed, step, row) alone.
+
     Render with `render(..., optimizer=this)`, call `backward()` on the loss, then `step()`. Rows that a step does not see
     catch up when they are next read; `flush()` brings all of them up to date, which anything that looks at the columns
     directly needs before (densification, checkpoints and exports; `state_dict()` does it by itself).
@@ -70,8 +73,9 @@ class SplatAdam:
         self.history = native().AdamHistory(0, *self.betas, self.eps, self.seed)
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
+        moment = torch.bfloat16 if table.half else torch.float32
         for name, column in table.named_columns().items():
-            self.exp_avg[name] = reserve(tuple(column.shape), table.capacity)
+            self.exp_avg[name] = reserve(tuple(column.shape), table.capacity, moment)
             self.exp_avg_sq[name] = reserve(tuple(column.shape), table.capacity)
         self.last_step = reserve((table.num_rows,), table.capacity, torch.int32)
         self.pending: list[Any] = []

@@ -223,7 +223,8 @@ def check_columns(table: SplatTable) -> tuple[Tensor, ...]:
             raise ValueError(
                 f"{name} is {list(column.shape)}, expected {letters} with N = {rows} as in means.{order}"
             )
-        if column.dtype != torch.float32 or not column.is_contiguous():
+        half = name == "shN" and column.dtype == torch.float16
+        if not (column.dtype == torch.float32 or half) or not column.is_contiguous():
             kind = str(column.dtype).removeprefix("torch.")
             raise ValueError(
                 f"{name} is {kind}, strides {list(column.stride())}; expected contiguous float32."

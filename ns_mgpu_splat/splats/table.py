@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COLUMNS = ("means", "quats", "scales", "opacities", "sh0", "shN")
 """Names of the columns, in the order that all operators use."""
 
+HALF_MAX = 65504.0  # the largest float16
 COPY_ROWS = 1 << 18  # rows that go between host and table at a time
 
 
@@ -51,7 +52,7 @@ def reserve(shape: tuple[int, ...], capacity: int, dtype: torch.dtype = torch.fl
 
 
 class SplatTable:
-    """N Gaussians as six `nn.Parameter` columns on `mgpu`, float32, one row each.
+    """N Gaussians as six `nn.Parameter` columns on `mgpu`, float32 (`shN` of a half table: float16), one row each.
 
     `means` (N, 3) in world units; `quats` (N, 4) wxyz, normalised when used; `scales` (N, 3), logs of world units;
     `opacities` (N,), logits; `sh0` (N, 3) and `shN` (N, K, 3), spherical harmonics in 3DGS order, K = 0, 3, 8 or 15.
@@ -65,9 +66,13 @@ class SplatTable:
     sh0: nn.Parameter
     shN: nn.Parameter
 
-    def __init__(self, num_rows: int, *, sh_degree: int = 3, capacity: int | None = None) -> None:
+    def __init__(
+        self, num_rows: int, *, sh_degree: int = 3, capacity: int | None = None, half: bool = False
+    ) -> None:
         """A table of `num_rows` zero rows, with room for `capacity` rows (default: just these).
 
+        half: keep `shN` in float16, which halves what most of a row takes; `SplatAdam` then keeps first moments in
+        bfloat16, rounds both stochastically and computes in float32. State of degree 3: 504 bytes a row, not 712.
         Raises: ValueError for a degree outside 0 to 3 or a capacity below `num_rows`.
         """
         check_degree(sh_degree)
@@ -80,7 +85,8 @@ class SplatTable:
 
         init()
         for name, shape in column_shapes(num_rows, sh_degree).items():
-            setattr(self, name, nn.Parameter(reserve(shape, self._capacity)))
+            dtype = torch.float16 if half and name == "shN" else torch.float32
+            setattr(self, name, nn.Parameter(reserve(shape, self._capacity, dtype)))
 
     # ---- making a table
 
@@ -95,6 +101,7 @@ class SplatTable:
         capacity: int | None = None,
         opacity: float = 0.1,
         seed: int = 0,
+        half: bool = False,
     ) -> SplatTable:
         """One isotropic Gaussian per point, as wide as its three nearest neighbours are far on average.
 
@@ -105,12 +112,13 @@ class SplatTable:
             capacity: rows that the table can grow to in place; default: `max_gaussians`, else the rows it has.
             opacity: of every Gaussian, in (0, 1).
             seed: of the random orientations.
+            half: as in the constructor.
         Raises: ValueError for a wrong shape, a value that is not finite (with its row) or an opacity outside (0, 1).
         """
         columns = seeds_to_columns(points, colors, sh_degree, max_gaussians, opacity, seed)
         if capacity is None:
             capacity = max_gaussians
-        return cls.from_columns(**columns, capacity=capacity)
+        return cls.from_columns(**columns, capacity=capacity, half=half)
 
     @classmethod
     def from_columns(
@@ -123,8 +131,11 @@ class SplatTable:
         sh0: Tensor,
         shN: Tensor | None = None,
         capacity: int | None = None,
+        half: bool = False,
     ) -> SplatTable:
         """A table with copies of these columns (shapes as in the class; `shN` None: degree 0; any device and float dtype).
+
+        half: as in the constructor.
 
         Raises: ValueError naming the column whose shape does not fit.
         """
@@ -144,19 +155,21 @@ class SplatTable:
                 raise ValueError(
                     f"{name} is {list(given[name].shape)}, expected {list(shape)} with N = {rows} as in means.{order}"
                 )
-        table = cls(rows, sh_degree=degree, capacity=capacity)
+        table = cls(rows, sh_degree=degree, capacity=capacity, half=half)
         table.write_rows(0, given)
         return table
 
     @classmethod
-    def from_ply(cls, path: str | Path, *, capacity: int | None = None) -> SplatTable:
+    def from_ply(cls, path: str | Path, *, capacity: int | None = None, half: bool = False) -> SplatTable:
         """Read a 3DGS `.ply` (INRIA's properties, binary). Rows that are not finite are dropped, and one line says so.
+
+        half: as in the constructor.
 
         Raises: ValueError naming file and property if one is missing, or if the file is cut short.
         """
         source = ply.PlyReader(path)
         rows = source.count_finite()
-        table = cls(rows, sh_degree=source.sh_degree, capacity=capacity)
+        table = cls(rows, sh_degree=source.sh_degree, capacity=capacity, half=half)
         begin = 0
         for chunk in source.chunks():
             table.write_rows(begin, {name: torch.from_numpy(values) for name, values in chunk.items()})
@@ -188,6 +201,11 @@ class SplatTable:
         """Degree of the spherical harmonics, 0 to 3."""
         return math.isqrt(int(self.shN.shape[1]) + 1) - 1
 
+    @property
+    def half(self) -> bool:
+        """Whether `shN` is in float16 (and first moments in bfloat16)."""
+        return self.shN.dtype == torch.float16
+
     def columns(self) -> tuple[nn.Parameter, ...]:
         """The six columns in the order of `COLUMNS`."""
         return tuple(getattr(self, name) for name in COLUMNS)
@@ -206,12 +224,17 @@ class SplatTable:
         return self.num_rows
 
     def __repr__(self) -> str:
-        return f"SplatTable({self.num_rows:,} rows of {self.capacity:,}, SH degree {self.sh_degree}, {self.means.device})"
+        kind = ", half" if self.half else ""
+        return (
+            f"SplatTable({self.num_rows:,} rows of {self.capacity:,}, SH degree {self.sh_degree}{kind}, "
+            f"{self.means.device})"
+        )
 
     def read_rows(self, begin: int, end: int) -> dict[str, np.ndarray]:
-        """Copies of rows [begin, end) on the host, by column."""
+        """Copies of rows [begin, end) on the host, by column, float32."""
         return {
-            name: column.detach()[begin:end].cpu().numpy() for name, column in self.named_columns().items()
+            name: column.detach()[begin:end].cpu().float().numpy()
+            for name, column in self.named_columns().items()
         }
 
     # ---- changing it
@@ -229,6 +252,8 @@ class SplatTable:
                 column = getattr(self, name).detach()
                 for first in range(0, source.shape[0], COPY_ROWS):
                     piece = source.detach()[first : first + COPY_ROWS].to(torch.float32)
+                    if column.dtype == torch.float16:  # too large becomes the largest, not infinite
+                        piece = piece.clamp(-HALF_MAX, HALF_MAX)
                     column[begin + first : begin + first + piece.shape[0]].copy_(piece)
 
     def grow(self, rows: int) -> None:
@@ -318,7 +343,8 @@ class SplatTable:
 
 def _rebuilt(columns: dict[str, Tensor], capacity: int, wanted: dict[str, bool]) -> SplatTable:
     """What `copy.deepcopy` and `pickle` make of a table."""
-    table = SplatTable.from_columns(**columns, capacity=capacity)
+    half = columns["shN"].dtype == torch.float16
+    table = SplatTable.from_columns(**columns, capacity=capacity, half=half)
     for name, column in table.named_columns().items():
         column.requires_grad_(wanted[name])
     return table

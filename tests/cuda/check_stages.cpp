@@ -754,7 +754,7 @@ void check_step(const std::string& name, const std::vector<const Frame*>& frames
   const SplatColumns columns = want.host();
   const AdamState state = want.host_state();
   float* data[kColumns] = {columns.means,     columns.quats, columns.scales,
-                           columns.opacities, columns.sh0,   columns.shN};
+                           columns.opacities, columns.sh0,   columns.shN.float32()};
   const auto catch_up = [&](int64_t row) {  // parameters and moments of a row to now
     RowValues values;
     const int64_t last = state.last_step[row];
@@ -766,7 +766,7 @@ void check_step(const std::string& name, const std::vector<const Frame*>& frames
     for (int c = 0; c < kColumns; ++c) {
       for (int i = 0; i < kFloats[c]; ++i) {
         data[c][row * kFloats[c] + i] = from[c][i];
-        state.exp_avg[c][row * kFloats[c] + i] *= past.beta1_power[past.now - last];
+        state.exp_avg[c].float32()[row * kFloats[c] + i] *= past.beta1_power[past.now - last];
         state.exp_avg_sq[c][row * kFloats[c] + i] *= past.beta2_power[past.now - last];
       }
     }
@@ -808,7 +808,7 @@ void check_step(const std::string& name, const std::vector<const Frame*>& frames
         math::adam_step(constants, now.step_size[c], now.inv_sqrt_bc2, g_off[k], p_off, m_off, v_off);
         const float before = table.column[c][at];
         math::adam_step(constants, now.step_size[c], now.inv_sqrt_bc2, g[k], data[c][at],
-                        state.exp_avg[c][at], state.exp_avg_sq[c][at]);
+                        state.exp_avg[c].float32()[at], state.exp_avg_sq[c][at]);
         moved_rounding[c].add(double{p_off} - before, double{data[c][at]} - before);
         m_rounding.add(m_off, state.exp_avg[c][at]);
         v_rounding.add(v_off, state.exp_avg_sq[c][at]);
@@ -865,7 +865,7 @@ void check_step(const std::string& name, const std::vector<const Frame*>& frames
     for (int c = 0; c < kColumns; ++c) {
       for (int i = 0; i < kFloats[c]; ++i) {
         data[c][row * kFloats[c] + i] = from[c][i];
-        state.exp_avg[c][row * kFloats[c] + i] *= after.beta1_power[after.now - last];
+        state.exp_avg[c].float32()[row * kFloats[c] + i] *= after.beta1_power[after.now - last];
         state.exp_avg_sq[c][row * kFloats[c] + i] *= after.beta2_power[after.now - last];
       }
     }
@@ -929,13 +929,13 @@ void check_lists(int64_t rows, int views, int width, int height, float log_scale
   Frame frame = make_frame(table, make_views(views, width, height), &history, degree, false, false);
   std::vector<Buffer<float>> moved;
   if (shifted) {
-    float** const columns[] = {&frame.columns.means,     &frame.columns.quats, &frame.columns.scales,
-                               &frame.columns.opacities, &frame.columns.sh0,   &frame.columns.shN};
+    float* columns[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       moved.emplace_back(static_cast<int64_t>(table.column[c].size()) + 1 + c % 3, 0);
-      *columns[c] = moved.back().data() + 1 + c % 3;
-      upload(*columns[c], table.column[c].data(), static_cast<int64_t>(table.column[c].size()), 0);
+      columns[c] = moved.back().data() + 1 + c % 3;
+      upload(columns[c], table.column[c].data(), static_cast<int64_t>(table.column[c].size()), 0);
     }
+    frame.columns = {columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], rows, 15};
   }
   assign_tiles(frame);
   run_project(frame);
