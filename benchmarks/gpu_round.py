@@ -1,135 +1,207 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round on a GPU machine: build, check, time. Everything goes to files in a folder; a short table is printed last.
+"""One round on a GPU machine: build, time, check. Everything goes to files in a folder; a short table is printed last.
 
-    python benchmarks/gpu_round.py FOLDER [STEP ...]
+    python benchmarks/gpu_round.py FOLDER [--seconds S] [STEP ...]
 
-Steps, in this order unless chosen: build, smoke, device (tests on meshes of one GPU, and of all), managed, opinfo, bench.
-`device=0,0,0` is the step on that mesh alone. A step that takes too long is ended; the others go on.
+Steps: build; timing, each alone on the GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, memory, bench;
+checks, four at a time after all timing: splats, device, managed, opinfo, large, sanitize, export. `device=0,0,0` is a step
+on that mesh alone. Without steps: all. GPU time is dear: a run that takes too long is ended, what does not fit into S
+seconds is left out and said so, and a run that fails does not stop the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
-
-SMOKE = """
-import time, torch, logging
-logging.basicConfig(level=logging.INFO)
-import ns_mgpu_splat
-start = time.time(); ns_mgpu_splat.init(); print('init', round(time.time() - start, 2), 's', torch.mgpu.mesh())
-x = torch.arange(10., device='mgpu'); print((x * 2 + 1).sum().item())
-w = torch.randn(64, 64, device='mgpu', requires_grad=True)
-(w @ w).relu().sum().backward(); print('grad', w.grad.norm().item())
-big = torch.rand(1 << 26, device='mgpu'); print('placement', torch.mgpu.placement(big).unique().tolist())
-print('sum', (big * 2).sum().item(), torch.mgpu.memory_stats())
-conv = torch.nn.Conv2d(3, 8, 3).to('mgpu'); conv(torch.randn(2, 3, 16, 16, device='mgpu')).sum().backward()
-torch.mgpu.synchronize(); print('smoke ok')
-"""
+STEPS = (
+    *("build", "stages", "fast", "peer", "caliterra", "memory", "bench"),
+    *("splats", "device", "managed", "opinfo", "large", "sanitize", "export"),
+)
+TOGETHER = 4  # checks at a time: many processes on one GPU take turns, and all are slow
+NEED = {"MGPU_REQUIRE_GPU": "1"}
+METHODS = {"NERFSTUDIO_METHOD_CONFIGS": "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat"}
 
 
-Run = tuple[str, list[str], dict[str, str], int]  # name, command, environment, seconds it may take
+@dataclass(frozen=True)
+class Run:
+    """One process."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    limit: int = 100
+    """Seconds it may take."""
+    kind: str = "check"
+    """build (all at once, first), alone (in turn) or check (some at a time, last)."""
+    shown: int = 1
+    """Lines of its output in the table."""
 
 
-def steps(gpus: int, step: str) -> list[Run]:
+def tests(name: str, arguments: list[str], mesh: str, limit: int, **environment: str) -> Run:
+    """A run of pytest on a mesh."""
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", "--tb=short"]
+    wanted = ["-m", "not slow", *arguments]
+    return Run(f"{name} {mesh}", [*command, *wanted], {"MGPU_DEVICES": mesh, **NEED, **environment}, limit)
+
+
+def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
     """The runs of one step."""
     kind, _, mesh = step.partition("=")
     every = ",".join(map(str, range(gpus)))
-    meshes = [mesh] if mesh else ["0,0,0", *([every] if gpus > 1 else []), "0", "0,0,0,0"]
+    meshes = [mesh] if mesh else ["0", "0,0,0", "0,0,0,0", *([every] if gpus > 1 else [])]
+    stages, kept = folder / "stages", folder / "caliterra"
     database = "tests/device/test_gpu.py::test_operators_give_plain_cudas_values_and_gradients"
-    tests = [PYTHON, "-m", "pytest", "-q", "--timeout=60", "--maxfail=25", "--tb=short", "-m", "not slow"]
-    # in two processes: a crash in one leaves the other; free memory is compared in the first alone
-    halves = {
-        "gpu": [*tests, "tests/device/test_gpu.py", f"--deselect={database}"],
-        "rest": [*tests, "tests/device", "--ignore=tests/device/test_gpu.py"],
-    }
-    need = {"MGPU_REQUIRE_GPU": "1"}
+    one = {"MGPU_DEVICES": mesh or "0"}
     if kind == "build":
-        command = [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour"]
+        build = [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour"]
         return [
-            (f"build {flavour}", [*command, flavour], {}, 300)
-            for flavour in ([mesh] if mesh else ["cuda", "host"])
+            Run("build cuda", [*build, "cuda"], limit=200, kind="build"),
+            Run("build host", [*build, "host"], limit=200, kind="build"),
+            Run(
+                "build stages",
+                ["bash", "tests/cuda/build.sh", str(stages)],
+                {"JOBS": "8"},
+                200,
+                "build",
+            ),
         ]
-    if kind == "smoke":
+    if kind == "stages":
+        return [Run("stages", [f"{stages}/check_stages", "check"], limit=60, kind="alone")]
+    if kind in ("fast", "peer"):
+        command = [PYTHON, "benchmarks/fast_step.py", "--json", str(folder / f"{kind}.json")]
+        if kind == "fast":
+            return [Run("fast step", command, one, 60, "alone", 24)]
+        site = os.environ.get("MGPU_PEER_SITE")
+        peer = [*command, "--quick", "--only", "times", "--peer", "gsplat", "--peer-site", site or ""]
+        return [Run("fast step, gsplat", peer, one, 150, "alone", 30)] if site else []
+    if kind == "caliterra":
+        command = [PYTHON, "benchmarks/caliterra.py", "--steps", "7000", "--seeds", "42", "43", "44"]
         return [
-            (
-                f"smoke {mesh} {memory}",
-                [PYTHON, "-c", SMOKE],
-                {"MGPU_DEVICES": mesh, "MGPU_MEMORY": memory},
-                60,
+            Run(
+                "caliterra",
+                [*command, "--keep", str(kept), "--json", str(folder / "caliterra.json")],
+                {**one, **METHODS},
+                150,
+                "alone",
+                10,
             )
-            for mesh in ([mesh] if mesh else dict.fromkeys(["0", every]))
-            for memory in ("vmm", "managed")
         ]
-    if kind in ("device", "managed"):
-        memory = {"MGPU_MEMORY": "managed"} if kind == "managed" else {}
-        return [
-            (f"{kind} {mesh} {half}", command, {"MGPU_DEVICES": mesh, **memory, **need}, 150)
-            for mesh in (meshes if kind == "device" else [mesh or "0,0,0"])
-            for half, command in halves.items()
-        ]
-    if kind == "opinfo":
-        options = ["--timeout=0", "-s", database]
-        return [("opinfo", [*tests, *options], {"MGPU_DEVICES": mesh or "0,0,0", **need}, 300)]
+    if kind == "memory":
+        command = [PYTHON, "benchmarks/memory.py", "--only", "growth,moves,pool,files"]
+        return [Run("memory", command, {**one, "MGPU_BENCH_FOLDER": str(folder)}, 90, "alone", 30)]
     if kind == "bench":
-        command = [PYTHON, "benchmarks/device.py", "--seconds", "0.15", "--devices"]
-        chosen = [mesh] if mesh else list(dict.fromkeys(["0,0,0,0", every]))
-        return [(f"bench {mesh}", [*command, mesh], {}, 120) for mesh in chosen]
-    raise SystemExit(f"gpu_round: there is no step {step!r}")
+        command = [PYTHON, "benchmarks/device.py", "--seconds", "0.05", "--devices", mesh or "0,0,0,0"]
+        return [Run("operators", command, limit=60, kind="alone", shown=60)]
+    if kind == "splats":
+        return [
+            tests("splats", ["tests/splats", "--ignore=tests/splats/test_large_gpu.py"], m, 150)
+            for m in meshes
+        ]
+    if kind == "device":
+        return [tests("device", ["tests/device", f"--deselect={database}"], m, 150) for m in meshes]
+    if kind == "managed":
+        chosen = [mesh] if mesh else ["0", "0,0,0"]
+        arguments = ["tests/device", f"--deselect={database}"]
+        return [tests("managed", arguments, m, 150, MGPU_MEMORY="managed") for m in chosen]
+    if kind == "opinfo":
+        return [tests("opinfo", ["--timeout=0", "-s", database], mesh or "0,0,0", 300)]
+    if kind == "large":
+        return [
+            tests("large", ["tests/splats/test_large_gpu.py"], m, 120)
+            for m in ([mesh] if mesh else ["0", "0,0,0"])
+        ]
+    if kind == "sanitize":
+        return [
+            Run(tool, ["bash", "tests/sanitize.sh", str(stages)], {"TOOLS": tool}, 250)
+            for tool in ("memcheck", "racecheck")
+        ]
+    if kind == "export":
+        script = (
+            f"config={kept}/caliterra/mgpu-splat/seed-42/config.yml; "
+            f"{PYTHON} -m nerfstudio.scripts.eval --load-config $config --output-path {folder}/eval.json && "
+            f"{PYTHON} -m ns_mgpu_splat.nerfstudio.exporter gaussian-splat --load-config $config --output-dir {folder}/ply && "
+            f"ls -l {folder}/ply && head -c 300 {folder}/eval.json"
+        )
+        return [Run("eval and export", ["bash", "-c", script], {**one, **METHODS}, 120, shown=12)]
+    raise SystemExit(f"gpu_round: there is no step {step!r}; there are {', '.join(STEPS)}.")
+
+
+def execute(run: Run, folder: Path, end: float) -> tuple[list[str], bool]:
+    """Run it, within its limit and before `end`; its lines of the table, and whether it failed."""
+    left = end - time.monotonic()
+    if left < 5:
+        return [f"{run.name:22s} left out: no time"], True
+    start = time.monotonic()
+    log = folder / (re.sub(r"[^A-Za-z0-9]+", "_", run.name) + ".txt")
+    path = ":".join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **run.environment}
+    with log.open("w") as out:
+        try:
+            code = subprocess.run(
+                run.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=min(run.limit, left),
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        except OSError as error:
+            out.write(str(error))
+            code = 127
+    output = log.read_text(errors="replace")
+    written = [line for line in output.splitlines() if line.strip()]
+    lines = [
+        f"{run.name:22s} exit {code} {time.monotonic() - start:5.0f} s  {written[-1][:90] if written else ''}"
+    ]
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", output, re.M)
+    bad = [line[:150] for line in written if line.startswith(("BAD ", "FAIL "))]
+    lines += [f"    {line}" for line in [*failed[:12], *bad[:12]]]
+    if run.shown > 1:
+        lines += written[-run.shown :]
+    elif code and not failed and not bad:
+        lines += [f"    {line[:160]}" for line in written[-6:]]
+    return lines, code != 0
 
 
 def main() -> int:
     """Run the steps; 0 if all went well."""
     import torch
 
-    folder, chosen = Path(sys.argv[1]), sys.argv[2:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where all output goes")
+    parser.add_argument("steps", nargs="*", default=STEPS, help="which steps, in this order")
+    parser.add_argument("--seconds", type=float, default=3600, help="end the round after so long")
+    arguments = parser.parse_intermixed_args()
+    folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    gpus = torch.cuda.device_count()
+    end = time.monotonic() + arguments.seconds
+    runs = [run for step in arguments.steps for run in runs_of(step, folder, torch.cuda.device_count())]
     lines: list[str] = []
-    bad = 0
-    with (folder / "log.txt").open("w") as log:
-        for step in chosen or ["build", "smoke", "device", "managed", "opinfo", "bench"]:
-            for name, command, environment, limit in steps(gpus, step):
-                print(f"\n==== {name}", file=log, flush=True)
-                start = time.monotonic()
-                try:
-                    done = subprocess.run(
-                        command,
-                        cwd=ROOT,
-                        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                        timeout=limit,
-                    )
-                    output, code = done.stdout, done.returncode
-                except subprocess.TimeoutExpired as late:
-                    output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-                    code = 124
-                print(output, file=log, flush=True)
-                bad += code != 0
-                tail = [line for line in output.splitlines() if line.strip()][-1:] or [""]
-                failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", output, re.M)
-                lines.append(f"{name:22s} exit {code} {time.monotonic() - start:5.0f} s  {tail[0][:90]}")
-                lines += [f"    {test}" for test in failed[:12]]
-                if code and not failed:
-                    lines += [f"    {line[:160]}" for line in output.splitlines()[-6:]]
-                if step.startswith("bench"):
-                    lines += output.splitlines()
-                if step.startswith("opinfo"):
-                    lines += [
-                        line[:150]
-                        for line in output.splitlines()
-                        if line.startswith("FAIL ") or "operators" in line
-                    ][:30]
+    failures = 0
+    for kind, together in (("build", 3), ("alone", 1), ("check", TOGETHER)):
+        with ThreadPoolExecutor(together) as pool:
+            for part, failed in pool.map(
+                lambda run: execute(run, folder, end), [r for r in runs if r.kind == kind]
+            ):
+                lines += part
+                failures += failed
+    (folder / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    return 1 if bad else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def measure(city_rows: int | None, runs: int) -> dict[str, Any]:
     """Render and walk back `runs` times, by the public function and stage by stage."""
     device = ns_mgpu_splat.init()
     name, columns, camera = scene(city_rows)
-    table = SplatTable.from_columns(**columns, capacity=None)
+    table = SplatTable.from_columns(**columns, capacity=None, half=False)
     table.requires_grad_(True)
     target = torch.rand(camera.height, camera.width, 3, generator=torch.Generator().manual_seed(1)).to(device)
 
