@@ -27,21 +27,11 @@ namespace mgpu::splat {
 
 namespace {
 
-#ifndef TOGETHER
-#define TOGETHER 2
-#define BLOCKS 8
-#endif
-#ifndef LDPOLICY
-#define LDPOLICY 0
-#endif
-#ifndef FBLOCKS
-#define FBLOCKS 10
-#endif
 constexpr int kStepThreads = 64;
 constexpr int kStepWarps = kStepThreads / kWarp;
-constexpr int kFlushBlocks = FBLOCKS;
-constexpr int kStepBlocks = BLOCKS;  // on an SM; a fifth would cost spills
-constexpr int kTogether = TOGETHER;  // loads of so many rows a lane are on their way together
+constexpr int kStepBlocks = 8;    // on an SM: 128 registers; a ninth would cost spills
+constexpr int kFlushBlocks = 10;  // 96 registers
+constexpr int kTogether = 2;      // loads of so many rows a lane are on their way together
 
 // The records of one view of one frame on one shard: ascending by row.
 struct RecordList {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// time_step.cu: the step and flush stages alone, on made-up rows, against their floors of bytes. No renderer:
-// which rows are seen is drawn, one by one or in runs (as after Morton order).
+// step_stage.cu: the step and flush stages alone, on made-up rows, against their floors of bytes. No
+// renderer: which rows are seen is drawn, one by one or in runs (as after Morton order). Variants:
+// step_variants.py.
 //
-//   time_step ROWS SEEN SLOW ROUNDS [RUN:DENSITY]...   SLOW: share of rows whose moments are near eps; seen
-//   are rows in runs of RUN, of which DENSITY per cent.
+//   step_stage ROWS SEEN SLOW ROUNDS HALF [RUN:DENSITY]...
+//
+// SLOW: share of rows whose moments are near eps. HALF: 1 for shN in float16 and first moments in bfloat16.
+// Seen are rows in runs of RUN, of which DENSITY per cent.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -22,8 +25,7 @@ using namespace mgpu::splat;
 namespace {
 
 constexpr int kFloats[kColumns] = {3, 4, 3, 1, 3, 45};
-constexpr double kStepBytes = 2 * 59 * 3 * 4 + 2 * 4 + 48 + 8;  // a row seen
-constexpr double kFlushBytes = 2 * 59 * 3 * 4 + 2 * 4;          // a row behind
+constexpr double kSeenBytes = 48 + 12 + 8;  // of a row seen besides its state: gradient, colour, number
 
 __device__ float hash_unit(uint64_t x) {  // splitmix64
   x += 0x9E3779B97F4A7C15ull;
@@ -52,6 +54,11 @@ __global__ void slow_kernel(float* m, float* v, int64_t rows, int floats, float 
 __global__ void last_kernel(int32_t* last, int64_t rows, int base, int spread) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < rows) last[i] = base + static_cast<int>(hash_unit(static_cast<uint64_t>(i) * 7 + 3) * spread);
+}
+
+__global__ void round_kernel(const float* from, int64_t count, FloatArray to) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count) to.set(i, from[i], 0x8000u);
 }
 
 template <typename Kernel, typename... Arguments>
@@ -85,6 +92,8 @@ int main(int count, char** arguments) {
   const int64_t rows = std::atoll(arguments[1]), wanted = std::atoll(arguments[2]);
   const float slow = static_cast<float>(std::atof(arguments[3]));
   const int rounds = std::atoi(arguments[4]);
+  const bool half = std::atoi(arguments[5]) != 0;
+  const double state_bytes = 2.0 * (half ? 504 : 712);  // of a row, read and written
   set_mesh({"cuda:0"});
   if (const char* granularity = std::getenv("L2_GRANULARITY"))
     CUDA_CHECK(
@@ -102,24 +111,34 @@ int main(int count, char** arguments) {
     if (slow > 0.f) over(rows, slow_kernel, m[c].data(), v[c].data(), rows, kFloats[c], slow);
   }
   over(rows, mean_kernel, column[0].data(), rows);
-  const SplatColumns columns{column[0].data(),
-                             column[1].data(),
-                             column[2].data(),
-                             column[3].data(),
-                             column[4].data(),
-                             column[5].data(),
-                             rows,
-                             15};
+  SplatColumns columns{column[0].data(),
+                       column[1].data(),
+                       column[2].data(),
+                       column[3].data(),
+                       column[4].data(),
+                       column[5].data(),
+                       rows,
+                       15};
   AdamState state{};
   for (int c = 0; c < kColumns; ++c) {
     state.exp_avg[c] = m[c].data();
     state.exp_avg_sq[c] = v[c].data();
   }
+  Buffer<uint16_t> half_sh, half_m[kColumns];
+  const auto round = [&](Buffer<float>& from, Buffer<uint16_t>& to, FloatArray::Kind kind) {
+    to = Buffer<uint16_t>(from.size(), 0);
+    const FloatArray array(to.data(), kind);
+    over(from.size(), round_kernel, static_cast<const float*>(from.data()), from.size(), array);
+    return array;
+  };
+  if (half) columns.shN = round(column[kShColumn], half_sh, FloatArray::Kind::kFloat16);
+  for (int c = 0; c < kColumns && half; ++c)
+    state.exp_avg[c] = round(m[c], half_m[c], FloatArray::Kind::kBfloat16);
   state.last_step = last.data();
   History history(2000, 0.9, 0.999, 1e-15, 1);
   for (int i = 0; i < 200; ++i) history.push({1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6}, 1e-7);
 
-  for (int pattern = 5; pattern < count; ++pattern) {
+  for (int pattern = 6; pattern < count; ++pattern) {
     int64_t run = 1;
     double density = 100;
     std::sscanf(arguments[pattern], "%ld:%lf", &run, &density);
@@ -175,14 +194,14 @@ int main(int count, char** arguments) {
     };
     const auto up_to_date = [&] { over(rows, last_kernel, last.data(), rows, now, 1); };
     const auto behind = [&] { over(rows, last_kernel, last.data(), rows, now - 100, 100); };
-    const double bytes = static_cast<double>(records) * kStepBytes;
+    const double bytes = static_cast<double>(records) * (state_bytes + kSeenBytes);
     const auto take_step = [&] { step({&frame}, columns, state, history, settings); };
     report("step", median_ms(rounds, up_to_date, take_step), bytes);
     settings.noise_scale = 1e-7;
     report("step, noise", median_ms(rounds, up_to_date, take_step), bytes);
     report("step, noise, missed", median_ms(rounds, behind, take_step), bytes);
     report("flush", median_ms(rounds, behind, [&] { flush(columns, state, history); }),
-           static_cast<double>(rows) * kFlushBytes);
+           static_cast<double>(rows) * state_bytes);
     const int64_t copied = column[5].size() * static_cast<int64_t>(sizeof(float));
     const double copy_ms = median_ms(
         rounds, [] {},
