@@ -4,7 +4,7 @@
 // Wang et al., Image quality assessment: from error visibility to structural similarity (2004): 11 x 11
 // Gaussian window of sigma 1.5, C1 = (0.01 L)^2, C2 = (0.03 L)^2, L = 1.
 #pragma once
-#include "math/host_device.h"
+#include "math/vec.h"
 
 namespace mgpu::math {
 
@@ -20,17 +20,6 @@ constexpr float kSsimWeight[kSsimRadius + 1] = {0.00102838008447911f, 0.00759875
                                                 0.03600077212843083f, 0.10936068950970002f,
                                                 0.21300553771125370f, 0.26601172486179436f};
 
-// 1 / x to 1 ulp, for x that is neither tiny nor huge.
-HOST_DEVICE inline float reciprocal(float x) {
-#ifdef __CUDA_ARCH__
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-#else
-  return 1.0f / x;
-#endif
-}
-
 // Derivatives of one pixel's SSIM by the window means of x, x^2 and x y. A pixel p of the window with weight
 // g gets g * (by_mean + 2 x_p by_square + y_p by_product), with x and y shifted.
 struct SsimDerivative {
@@ -45,7 +34,7 @@ HOST_DEVICE inline float ssim(float mean_x, float mean_y, float mean_squares, fl
   const float a1 = 2.0f * mu_x * mu_y + kSsimC1, a2 = 2.0f * covariance + kSsimC2;
   const float b1 = mu_x * mu_x + (mu_y * mu_y + kSsimC1);
   const float b2 = (mean_squares + kSsimC2) - mean_x * mean_x - mean_y * mean_y;
-  const float inv_b1 = reciprocal(b1), inv_b2 = reciprocal(b2);
+  const float inv_b1 = quick_inverse(b1), inv_b2 = quick_inverse(b2);
   const float q1 = a1 * inv_b1, q2 = a2 * inv_b2;
   const float value = q1 * q2;
   derivative.by_square = -value * inv_b2;

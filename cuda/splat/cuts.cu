@@ -3,6 +3,7 @@
 // on meshes of several shards.
 #include "splat/cuts.h"
 
+#include "math/search.h"
 #include "memory/transfer.h"
 #include "splat/kernels.h"
 
@@ -15,18 +16,6 @@ struct Lists {
   int64_t count[kMaxShards];
   int lists;
 };
-
-__device__ int64_t count_below(const uint64_t* key, int64_t count, uint64_t bound) {
-  int64_t low = 0, high = count;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (key[middle] < bound)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
 
 __device__ int64_t warp_sum(int64_t value) {
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
@@ -42,10 +31,10 @@ __global__ void __launch_bounds__(kWarp)
   uint64_t bound = 0;  // the largest that no more than `rank` keys are below of
   for (int bit = 63; bit >= 0; --bit) {
     const uint64_t higher = bound | uint64_t{1} << bit;
-    if (warp_sum(count_below(key, count, higher)) <= rank) bound = higher;
+    if (warp_sum(math::first_at_least(key, count, higher)) <= rank) bound = higher;
   }
-  const int64_t below = count_below(key, count, bound);
-  const int64_t equal = (bound + 1 == 0 ? count : count_below(key, count, bound + 1)) - below;
+  const int64_t below = math::first_at_least(key, count, bound);
+  const int64_t equal = (bound + 1 == 0 ? count : math::first_at_least(key, count, bound + 1)) - below;
   int64_t before = 0;  // keys equal to the bound in the lists before
   for (int other = 0; other < kMaxShards; ++other) {
     const int64_t theirs = __shfl_sync(kAllLanes, equal, other);

@@ -124,8 +124,8 @@ struct TileOwner {
   // with
   //   |mean2d - middle of the patch| <= half_extent * 1.000002 + (half the distance of its outer centres) +
   //   0.03 px
-  // on both axes. The cull in blend.cu adds less (1.000001 and kCullMargin), so what it keeps is counted
-  // here. Tiles that the ellipse test rejected are not counted. Set by stage "project", in its read-back.
+  // on both axes. What math::patches_met keeps (math/patch.h) is inside it, so it is counted here. Tiles that
+  // the ellipse test rejected are not counted. Set by stage "project", in its read-back.
   int64_t patch_pairs = 0;
   // What bin sorts by and lists, and frees; on a mesh of one shard stage "project" fills it.
   Buffer<TileCover> cover;                     // owner; [records]

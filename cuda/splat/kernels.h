@@ -79,6 +79,43 @@ __device__ __forceinline__ int lane_here() {
 // another.
 __device__ __forceinline__ void round_now(float& x) { asm("" : "+f"(x)); }
 
+// ---- sums over a grid, in an order that does not change
+
+// part[k] = sum over the threads of a block of sum[k], k < kCount; by all of its kBlockWarps warps.
+template <int kBlockWarps, int kCount>
+__device__ __forceinline__ void store_block_sums(double (&sum)[kCount], double* part) {
+  __shared__ double warp_sums[kBlockWarps][kCount];
+  for (int k = 0; k < kCount; ++k) {
+    for (int step = kWarp / 2; step > 0; step /= 2) sum[k] += __shfl_down_sync(kAllLanes, sum[k], step);
+    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp][k] = sum[k];
+  }
+  __syncthreads();
+  if (threadIdx.x < kCount) {
+    double total = 0.0;
+    for (int warp = 0; warp < kBlockWarps; ++warp) total += warp_sums[warp][threadIdx.x];
+    part[threadIdx.x] = total;
+  }
+}
+
+// total[k] = sum over blocks of part[block, k], k < kCount. One block of threads.
+template <int kCount>
+__global__ void __launch_bounds__(kThreads)
+    sum_parts_kernel(const double* part, int64_t blocks, double* total) {
+  __shared__ double partial[kThreads];
+  for (int k = 0; k < kCount; ++k) {
+    double sum = 0.0;
+    for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += part[block * kCount + k];
+    partial[threadIdx.x] = sum;
+    __syncthreads();
+    for (int step = kThreads / 2; step > 0; step /= 2) {
+      if (threadIdx.x < step) partial[threadIdx.x] += partial[threadIdx.x + step];
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) total[k] = partial[0];
+    __syncthreads();
+  }
+}
+
 // ---- kernels that are compiled for each SH degree
 
 // call(std::integral_constant<int, degree>): so that a row's coefficients stay in registers.

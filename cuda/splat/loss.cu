@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
 #pragma unroll
       for (int j = 0; j < kAcross; ++j) {
         float scale = 1.f;
-        if constexpr (kMasked) scale = math::reciprocal(slide(down_keep[j], held[j]));
+        if constexpr (kMasked) scale = math::quick_inverse(slide(down_keep[j], held[j]));
         const float mean_x = scale * slide(down_x[j], x[j]), mean_y = scale * slide(down_y[j], y[j]);
         const float mean_squares = scale * slide(down_squares[j], squares[j]);
         const float mean_product = scale * slide(down_product[j], product[j]);

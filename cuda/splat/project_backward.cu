@@ -58,36 +58,9 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!out.view_sums) return;
-  __shared__ double warp_sums[kWarps][12];
-  for (int i = 0; i < 12; ++i) {
-    double sum = static_cast<double>(dL_dview[i]);
-    for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_down_sync(kAllLanes, sum, step);
-    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp][i] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x < 12) {
-    double sum = 0.0;
-    for (int warp = 0; warp < kWarps; ++warp) sum += warp_sums[warp][threadIdx.x];
-    out.view_sums[int64_t{blockIdx.x} * 12 + threadIdx.x] = sum;
-  }
-}
-
-// sums[i] = sum over blocks of part[block, i], i < 12; one block of threads, always in the same order.
-__global__ void __launch_bounds__(kThreads)
-    sum_views_kernel(const double* part, int64_t blocks, double* sums) {
-  __shared__ double partial[kThreads];
-  for (int i = 0; i < 12; ++i) {
-    double sum = 0.0;
-    for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += part[block * 12 + i];
-    partial[threadIdx.x] = sum;
-    __syncthreads();
-    for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (threadIdx.x < step) partial[threadIdx.x] += partial[threadIdx.x + step];
-      __syncthreads();
-    }
-    if (threadIdx.x == 0) sums[i] = partial[0];
-    __syncthreads();
-  }
+  double sum[12];
+  for (int i = 0; i < 12; ++i) sum[i] = static_cast<double>(dL_dview[i]);
+  store_block_sums<kWarps>(sum, out.view_sums + int64_t{blockIdx.x} * 12);
 }
 
 }  // namespace
@@ -120,7 +93,7 @@ void project_backward(const Frame& frame, const ColumnGrads* columns, double* dL
       });
       KERNEL_CHECK("project_backward", shard.index, records.size());
       if (!dL_dviewmat) continue;
-      sum_views_kernel<<<1, kThreads, 0, stream>>>(part.data(), blocks, view_sums.data() + v * 12);
+      sum_parts_kernel<12><<<1, kThreads, 0, stream>>>(part.data(), blocks, view_sums.data() + v * 12);
       KERNEL_CHECK("project_backward", shard.index, records.size());
     }
   });

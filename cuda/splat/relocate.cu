@@ -11,6 +11,7 @@
 
 #include "math/random.h"
 #include "math/relocation.h"
+#include "math/search.h"
 #include "memory/transfer.h"
 #include "splat/kernels.h"
 #include "splat/row_kernels.h"
@@ -78,18 +79,6 @@ __global__ void __launch_bounds__(kThreads)
   target[i] = __umul64hi(uint64_t{random.x[0]} << 32 | random.x[1], sum_of(shard_weight, shards));
 }
 
-__device__ int64_t lower_bound(const uint64_t* values, int64_t count, uint64_t wanted) {
-  int64_t low = 0, high = count;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (values[middle] < wanted)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 // One block a piece of rows: the targets (ascending) that fall into it find their rows. weight_before: of all
 // pieces before on this shard.
 __global__ void __launch_bounds__(kThreads)
@@ -101,16 +90,17 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint64_t end_of_row[kThreads];  // running sum of weights up to and with the row
   uint64_t before = sum_of(shard_weight, shard) + weight_before[blockIdx.x];
   const int64_t first = rows.begin + int64_t{blockIdx.x} * kRowsPerPiece;
-  int64_t next = lower_bound(target, count, before);
+  int64_t next = math::first_at_least(target, count, before);
   for (int64_t part = first; part < first + kRowsPerPiece && part < rows.end; part += kThreads) {
     const int64_t row = part + threadIdx.x;
     uint64_t end = row < rows.end ? sample_weight(columns, row, min_opacity) : 0, sum;
     Scan(scratch).InclusiveSum(end, end, sum);
     end_of_row[threadIdx.x] = before + end;
     __syncthreads();
-    const int64_t stop = lower_bound(target, count, before + sum);
+    const int64_t stop = math::first_at_least(target, count, before + sum);
     for (int64_t i = next + threadIdx.x; i < stop; i += kThreads) {
-      sampled[i] = part + lower_bound(end_of_row, kThreads,
+      sampled[i] =
+          part + math::first_at_least(end_of_row, kThreads,
                                       target[i] + 1);  // the first row whose end is beyond the target
     }
     next = stop;

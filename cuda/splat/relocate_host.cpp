@@ -14,6 +14,7 @@
 #include "math/gaussian.h"
 #include "math/random.h"
 #include "math/relocation.h"
+#include "math/search.h"
 #include "memory/buffer.h"
 #include "mesh/fork_join.h"
 
@@ -27,18 +28,8 @@ int64_t pieces_of(const RowRange& range) { return (range.size() + kRowsPerPiece 
 
 // The positions of a list (ascending) whose rows are in `range`.
 RowRange positions_in(const RowListView& list, RowRange range) {
-  const auto first_at_least = [&](int64_t row) {
-    int64_t low = 0, high = list.count;
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (list[middle] < row)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    return low;
-  };
-  return {first_at_least(range.begin), first_at_least(range.end)};
+  return {math::first_at_least(list, list.count, range.begin),
+          math::first_at_least(list, list.count, range.end)};
 }
 
 // The columns of a row, and of its moments, as (pointer, floats a row).

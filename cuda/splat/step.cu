@@ -489,35 +489,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   store_rows<kHalf>(in.table, rows, lane, in.now.number);
 
   if (!in.sums) return;
-  __shared__ double warp_sums[kStepWarps][2];
-  for (int k = 0; k < 2; ++k) {
-    for (int step = kWarp / 2; step > 0; step /= 2) sum[k] += __shfl_down_sync(kAllLanes, sum[k], step);
-    if (lane == 0) warp_sums[threadIdx.x / kWarp][k] = sum[k];
-  }
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    double total = 0.0;
-    for (int warp = 0; warp < kStepWarps; ++warp) total += warp_sums[warp][threadIdx.x];
-    in.sums[int64_t{blockIdx.x} * 2 + threadIdx.x] = total;
-  }
-}
-
-// total[k] = sum over blocks of part[block, k], k < 2; one block of threads, always in the same order.
-__global__ void __launch_bounds__(kThreads)
-    sum_pairs_kernel(const double* part, int64_t blocks, double* total) {
-  __shared__ double partial[kThreads];
-  for (int k = 0; k < 2; ++k) {
-    double sum = 0.0;
-    for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += part[2 * block + k];
-    partial[threadIdx.x] = sum;
-    __syncthreads();
-    for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (threadIdx.x < step) partial[threadIdx.x] += partial[threadIdx.x + step];
-      __syncthreads();
-    }
-    if (threadIdx.x == 0) total[k] = partial[0];
-    __syncthreads();
-  }
+  store_block_sums<kStepWarps>(sum, in.sums + int64_t{blockIdx.x} * 2);
 }
 
 // ---- several lists: their rows united
@@ -695,7 +667,7 @@ class ShardStep {
     KERNEL_CHECK("step", shard_, most_rows_);
     if (!wanted_means) return;
     sums_ = Buffer<double>(2, shard_);
-    sum_pairs_kernel<<<1, kThreads, 0, shard_stream(shard_)>>>(part.data(), blocks, sums_.data());
+    sum_parts_kernel<2><<<1, kThreads, 0, shard_stream(shard_)>>>(part.data(), blocks, sums_.data());
     KERNEL_CHECK("step", shard_, most_rows_);
   }
 
