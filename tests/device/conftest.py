@@ -4,6 +4,7 @@ meshes of GPUs. `HOST_ONLY` lists those that claim something of the host flavour
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -50,6 +51,17 @@ def device() -> torch.device:
     if "MGPU_SHARD_THRESHOLD" not in os.environ:
         native().set_shard_threshold(1 << 20)  # the host's, so that the same operands are split on GPUs
     return there
+
+
+@pytest.fixture
+def no_byte_is_left(device: torch.device) -> Iterator[None]:
+    """What a test allocates is free again after it."""
+    gc.collect()
+    before = torch.mgpu.memory_allocated()
+    yield
+    gc.collect()
+    torch.mgpu.synchronize()
+    assert torch.mgpu.memory_allocated() == before
 
 
 @pytest.fixture

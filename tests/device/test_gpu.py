@@ -7,7 +7,6 @@ autograd on CUDA tensors is dead in this one.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -21,19 +20,9 @@ import torch
 
 from ns_mgpu_splat.device import native
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_byte_is_left")]
 
 PAGE = 2 << 20
-
-
-@pytest.fixture(autouse=True)
-def _no_byte_is_left() -> Iterator[None]:
-    gc.collect()
-    before = torch.mgpu.memory_allocated()
-    yield
-    gc.collect()
-    torch.mgpu.synchronize()
-    assert torch.mgpu.memory_allocated() == before
 
 
 @pytest.fixture

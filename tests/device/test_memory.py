@@ -3,25 +3,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 from ns_mgpu_splat.device import native
 
+pytestmark = pytest.mark.usefixtures("no_byte_is_left")
+
 PAGE = 2 << 20
-
-
-@pytest.fixture(autouse=True)
-def _no_byte_is_left() -> Iterator[None]:
-    gc.collect()
-    before = torch.mgpu.memory_allocated()
-    yield
-    gc.collect()
-    assert torch.mgpu.memory_allocated() == before
 
 
 def allocated() -> list[int]:

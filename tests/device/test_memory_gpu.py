@@ -9,28 +9,18 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from ns_mgpu_splat.device import native
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_byte_is_left")]
 
 PAGE = 2 << 20
 GIB = 1 << 30
 MANAGED = os.environ.get("MGPU_MEMORY") == "managed"
-
-
-@pytest.fixture(autouse=True)
-def _no_byte_is_left() -> Iterator[None]:
-    gc.collect()
-    before = torch.mgpu.memory_allocated()
-    yield
-    gc.collect()
-    torch.mgpu.synchronize()
-    assert torch.mgpu.memory_allocated() == before
 
 
 def held() -> tuple[int, int]:
