@@ -10,11 +10,11 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "garden_rows.h"
 #include "memory/temporaries.h"
 #include "memory/transfer.h"
 #include "mesh/fork_join.h"
@@ -30,28 +30,6 @@ namespace {
 constexpr int kRest = 15;    // higher SH coefficients, all zero
 constexpr int kCalls = 10;   // between two events
 constexpr int kRepeats = 5;  // of which the median counts
-
-template <typename T>
-std::vector<T> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) throw std::runtime_error("cannot read " + path + "; run blend_variants.py, which makes it");
-  std::vector<T> values(static_cast<size_t>(file.tellg()) / sizeof(T));
-  file.seekg(0);
-  file.read(reinterpret_cast<char*>(values.data()), static_cast<std::streamsize>(values.size() * sizeof(T)));
-  return values;
-}
-
-// Numbers of one row: the same on any number of threads.
-struct RowRandom {
-  uint64_t state;
-  float unit() {  // splitmix64
-    uint64_t z = state += 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return (static_cast<float>((z ^ (z >> 31)) >> 40) + 0.5f) * 0x1p-24f;
-  }
-  float normal() { return std::sqrt(-2.f * std::log(unit())) * std::cos(6.2831853f * unit()); }
-};
 
 struct Columns {
   Buffer<float> means, quats, scales, opacities, sh0, shN;

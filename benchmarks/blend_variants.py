@@ -30,6 +30,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -163,13 +164,22 @@ SORT_LAUNCH = """\
 """
 
 
-def replaced(text: str, *pairs: tuple[str, str]) -> str:
+def replaced(text: str, *pairs: tuple[str, str], source: str = "blend.cu") -> str:
     """`text` with each pair's first replaced by its second; every first must be there."""
     for old, new in pairs:
         if old not in text:
-            raise ValueError(f"blend.cu has changed; not found any more: {old!r}")
+            raise ValueError(f"{source} has changed; not found any more: {old!r}")
         text = text.replace(old, new)
     return text
+
+
+def chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
+    """The base and those of `known` that `only` names; all without it. Exits naming a variant that there is not."""
+    names = ["base", *(name for name in known if name != "base")]
+    unknown = sorted(set(only or ()) - set(names))
+    if unknown:
+        sys.exit(f"no variant {', '.join(unknown)}; there are {', '.join(names)}")
+    return [name for name in names if only is None or name == "base" or name in only]
 
 
 def with_loads(text: str) -> str:
@@ -328,11 +338,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     sources = variants((ROOT / "cuda/splat/blend.cu").read_text())
-    if options.only:
-        unknown = sorted(set(options.only) - set(sources))
-        if unknown:
-            sys.exit(f"no variant {', '.join(unknown)}; there are {', '.join(sources)}")
-        sources = {name: text for name, text in sources.items() if name == "base" or name in options.only}
+    sources = {name: sources[name] for name in chosen(options.only or None, sources)}
     if options.sources_only:
         options.sources_only.mkdir(parents=True, exist_ok=True)
         for name, text in sources.items():

@@ -11,11 +11,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "garden_rows.h"
 #include "memory/transfer.h"
 #include "mesh/fork_join.h"
 #include "mesh/launch.h"
@@ -34,27 +34,6 @@ constexpr int kFloats[kColumns] = {3, 4, 3, 1, 3, 45};
 constexpr int kWarm = 3, kCalls = 11;
 constexpr int64_t kFirstStep = 100, kSteps = 20;
 
-template <typename T>
-std::vector<T> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) throw std::runtime_error("cannot read " + path + "; run project_variants.py, which makes it");
-  std::vector<T> values(static_cast<size_t>(file.tellg()) / sizeof(T));
-  file.seekg(0);
-  file.read(reinterpret_cast<char*>(values.data()), static_cast<std::streamsize>(values.size() * sizeof(T)));
-  return values;
-}
-
-struct RowRandom {
-  uint64_t state;
-  __device__ float unit() {  // splitmix64
-    uint64_t z = state += 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return (static_cast<float>((z ^ (z >> 31)) >> 40) + 0.5f) * 0x1p-24f;
-  }
-  __device__ float normal() { return sqrtf(-2.f * logf(unit())) * cosf(6.2831853f * unit()); }
-};
-
 __device__ int64_t first_item() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ int64_t item_step() { return int64_t{gridDim.x} * blockDim.x; }
 
@@ -71,7 +50,7 @@ __global__ void fill_rows(SplatColumns out, const float* means, const float* col
     const float opacity = random.unit();
     out.opacities[row] = logf(opacity / (1.f - opacity));
     for (int i = 0; i < 3; ++i) out.sh0[3 * row + i] = (colors[3 * point + i] - 0.5f) / 0.2820948f;
-    for (int i = 0; i < 45; ++i) out.shN[45 * row + i] = 0.02f * random.normal();
+    for (int i = 0; i < 45; ++i) out.shN.float32()[45 * row + i] = 0.02f * random.normal();
   }
 }
 

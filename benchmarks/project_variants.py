@@ -21,12 +21,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from blend_variants import NVCC, NVCC_FLAGS, ROOT, SCENES, run, write_garden
+from blend_variants import NVCC, NVCC_FLAGS, ROOT, SCENES, chosen, replaced, run, write_garden
 
 MODES = ("none", "seen", "missed", "noise")
 ALL_SCENES = [*SCENES, (21, 3840, 0.5, "49M@4K")]
@@ -68,12 +67,7 @@ def build(folder: Path, names: list[str]) -> None:
             tree = folder / name
             shutil.copytree(ROOT / "cuda", tree)
             path = tree / "splat" / changed
-            text = path.read_text()
-            for old, new in replacements:
-                if old not in text:
-                    raise ValueError(f"{changed} has changed; variant {name} does not find {old!r} any more")
-                text = text.replace(old, new)
-            path.write_text(text)
+            path.write_text(replaced(path.read_text(), *replacements, source=f"{changed} ({name})"))
             flags = [flag for flag in NVCC_FLAGS if flag != "-Icuda"]
             compiled = str(folder / f"{name}.o")
             run([*NVCC, *flags, f"-I{tree}", "-c", str(tree / "splat" / f"{source}.cu"), "-o", compiled])
@@ -96,10 +90,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", choices=MODES, default=["seen"], help="what rows missed")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="build there, and leave the executables")
     options = parser.parse_args()
-    unknown = sorted(set(options.only or ()) - {"base", *VARIANTS})
-    if unknown:
-        sys.exit(f"no variant {', '.join(unknown)}; there are base, {', '.join(VARIANTS)}")
-    names = ["base", *(name for name in VARIANTS if options.only is None or name in options.only)]
+    names = chosen(options.only, VARIANTS)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

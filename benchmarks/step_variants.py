@@ -20,12 +20,11 @@ bound by the L2: 87 per cent busy where the device's memory was 63, and 95 secto
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from blend_variants import NVCC, NVCC_FLAGS, ROOT, run
+from blend_variants import NVCC, NVCC_FLAGS, ROOT, chosen, replaced, run
 
 LOADS = [
     "return table.columns.shN.float32()[at];",
@@ -82,10 +81,7 @@ def build(folder: Path, names: list[str]) -> None:
 
     def one(name: str) -> None:
         text = (ROOT / "cuda/splat/step.cu").read_text()
-        for old, new in VARIANTS.get(name, []):
-            if old not in text:
-                raise ValueError(f"step.cu has changed; variant {name} does not find {old!r} any more")
-            text = text.replace(old, new)
+        text = replaced(text, *VARIANTS.get(name, []), source=f"step.cu ({name})")
         source, compiled = folder / f"{name}.cu", str(folder / f"{name}.o")
         source.write_text(text)
         run([*NVCC, *NVCC_FLAGS, "-c", str(source), "-o", compiled])
@@ -107,10 +103,7 @@ def main() -> None:
     parser.add_argument("--half", action="store_true", help="a half table")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="build there, and leave the executables")
     options = parser.parse_args()
-    unknown = sorted(set(options.only or ()) - {"base", *VARIANTS})
-    if unknown:
-        sys.exit(f"no variant {', '.join(unknown)}; there are base, {', '.join(VARIANTS)}")
-    names = ["base", *(name for name in VARIANTS if options.only is None or name in options.only)]
+    names = chosen(options.only, VARIANTS)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
