@@ -3,10 +3,11 @@
 
     python benchmarks/gpu_round.py FOLDER [--seconds S] [STEP ...]
 
-Steps: build; timing, each alone on the GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, memory, bench;
-checks, four at a time after all timing: splats, device, managed, opinfo, large, sanitize, export. `device=0,0,0` is a step
-on that mesh alone. Without steps: all. GPU time is dear: a run that takes too long is ended, what does not fit into S
-seconds is left out and said so, and a run that fails does not stop the others.
+Steps: build; timing, each alone on the first GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, memory, bench;
+checks, four at a time a GPU, on the first one after all timing: splats, device, managed, opinfo, large, sanitize, export.
+`device=0,0,0` is a step on that mesh alone, of one GPU unless it names two. Without steps: all. GPU time is dear: a run
+that takes too long is ended, what does not fit into S seconds is left out and said so, and a run that fails does not stop
+the others.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
@@ -27,7 +30,7 @@ STEPS = (
     *("build", "stages", "fast", "peer", "caliterra", "memory", "bench"),
     *("splats", "device", "managed", "opinfo", "large", "sanitize", "export"),
 )
-TOGETHER = 4  # checks at a time: many processes on one GPU take turns, and all are slow
+TOGETHER = 4  # checks at a time on a GPU: many processes on one GPU take turns, and all are slow
 NEED = {"MGPU_REQUIRE_GPU": "1"}
 METHODS = {"NERFSTUDIO_METHOD_CONFIGS": "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat"}
 
@@ -45,6 +48,13 @@ class Run:
     """build (all at once, first), alone (in turn) or check (some at a time, last)."""
     shown: int = 1
     """Lines of its output in the table."""
+    root: Path = ROOT
+    """The checkout that it runs in and imports from."""
+
+    @property
+    def every_gpu(self) -> bool:
+        """Whether its mesh names more than one GPU."""
+        return len(set(self.environment.get("MGPU_DEVICES", "0").split(","))) > 1
 
 
 def tests(name: str, arguments: list[str], mesh: str, limit: int, **environment: str) -> Run:
@@ -136,20 +146,22 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
     raise SystemExit(f"gpu_round: there is no step {step!r}; there are {', '.join(STEPS)}.")
 
 
-def execute(run: Run, folder: Path, end: float) -> tuple[list[str], bool]:
-    """Run it, within its limit and before `end`; its lines of the table, and whether it failed."""
+def execute(run: Run, folder: Path, end: float, gpu: int | None = None) -> tuple[list[str], bool]:
+    """Run it on one GPU or seeing all, within its limit and before `end`; its lines of the table, and whether it failed."""
     left = end - time.monotonic()
     if left < 5:
         return [f"{run.name:22s} left out: no time"], True
     start = time.monotonic()
     log = folder / (re.sub(r"[^A-Za-z0-9]+", "_", run.name) + ".txt")
-    path = ":".join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    path = ":".join(part for part in (str(run.root), os.environ.get("PYTHONPATH")) if part)
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **run.environment}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     with log.open("w") as out:
         try:
             code = subprocess.run(
                 run.command,
-                cwd=ROOT,
+                cwd=run.root,
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -175,6 +187,40 @@ def execute(run: Run, folder: Path, end: float) -> tuple[list[str], bool]:
     return lines, code != 0
 
 
+def execute_all(runs: Iterable[Run], folder: Path, end: float, gpus: int) -> tuple[list[str], int]:
+    """Builds first, then timing on the first GPU beside checks on the others; the table, and how many runs failed."""
+    runs = list(runs)
+    slots: SimpleQueue[int] = SimpleQueue()  # of GPUs, for checks
+
+    def give(gpu: int) -> None:
+        for _ in range(TOGETHER):
+            slots.put(gpu)
+
+    def check(run: Run) -> tuple[list[str], bool]:
+        gpu = slots.get()
+        try:
+            return execute(run, folder, end, None if run.every_gpu else gpu)
+        finally:
+            slots.put(gpu)
+
+    def time_in_turn() -> list[tuple[list[str], bool]]:
+        try:
+            return [execute(run, folder, end, 0) for run in runs if run.kind == "alone"]
+        finally:
+            give(0)
+
+    for gpu in range(1, gpus):
+        give(gpu)
+    with ThreadPoolExecutor(TOGETHER * max(gpus, 1) + 4) as pool:
+        results = list(
+            pool.map(lambda run: execute(run, folder, end), (r for r in runs if r.kind == "build"))
+        )
+        timing = pool.submit(time_in_turn)
+        checks = [pool.submit(check, run) for run in runs if run.kind == "check"]
+        results += [*timing.result(), *(future.result() for future in checks)]
+    return [line for lines, _ in results for line in lines], sum(failed for _, failed in results)
+
+
 def main() -> int:
     """Run the steps; 0 if all went well."""
     import torch
@@ -189,16 +235,9 @@ def main() -> int:
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + arguments.seconds
-    runs = [run for step in arguments.steps for run in runs_of(step, folder, torch.cuda.device_count())]
-    lines: list[str] = []
-    failures = 0
-    for kind, together in (("build", 3), ("alone", 1), ("check", TOGETHER)):
-        with ThreadPoolExecutor(together) as pool:
-            for part, failed in pool.map(
-                lambda run: execute(run, folder, end), [r for r in runs if r.kind == kind]
-            ):
-                lines += part
-                failures += failed
+    gpus = torch.cuda.device_count()
+    runs = [run for step in arguments.steps for run in runs_of(step, folder, gpus)]
+    lines, failures = execute_all(runs, folder, end, gpus)
     (folder / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     return 1 if failures else 0
