@@ -114,15 +114,15 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
         return [Run("operators", command, limit=60, kind="alone", shown=60)]
     if kind == "splats":
         return [
-            tests("splats", ["tests/splats", "--ignore=tests/splats/test_large_gpu.py"], m, 150)
+            tests("splats", ["tests/splats", "--ignore=tests/splats/test_large_gpu.py"], m, 240)
             for m in meshes
         ]
     if kind == "device":
-        return [tests("device", ["tests/device", f"--deselect={database}"], m, 150) for m in meshes]
+        return [tests("device", ["tests/device", f"--deselect={database}"], m, 240) for m in meshes]
     if kind == "managed":
         chosen = [mesh] if mesh else ["0", "0,0,0"]
         arguments = ["tests/device", f"--deselect={database}"]
-        return [tests("managed", arguments, m, 150, MGPU_MEMORY="managed") for m in chosen]
+        return [tests("managed", arguments, m, 240, MGPU_MEMORY="managed") for m in chosen]
     if kind == "opinfo":
         return [tests("opinfo", ["--timeout=0", "-s", database], mesh or "0,0,0", 300)]
     if kind == "large":
