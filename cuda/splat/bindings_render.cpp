@@ -16,6 +16,7 @@
 #include "memory/transfer.h"
 #include "mesh/fork_join.h"
 #include "splat/bindings_frame.h"
+#include "splat/bindings_links.h"
 #include "splat/exchange.h"
 #include "splat/pair_counts.h"
 #include "splat/pipeline.h"
@@ -279,6 +280,7 @@ MGPU_BINDINGS(render) {
             return std::make_pair(counts.lit, counts.patches);
           },
           "Pairs of a pixel, and of an 8 x 4 patch, with a record that contributes to it.")
+      .def("links", [](const Frame& frame) { return dict_of(frame.links); })
       .def("read_neighbour", &read_neighbour, pybind11::arg("what"))
       .def("times", [](const Frame& frame) { return stage_times(frame.times); });
   m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"),

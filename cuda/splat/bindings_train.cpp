@@ -15,6 +15,7 @@
 #include "bindings.h"
 #include "memory/transfer.h"
 #include "splat/bindings_frame.h"
+#include "splat/bindings_links.h"
 #include "splat/history.h"
 #include "splat/loss.h"
 #include "splat/step.h"
@@ -198,6 +199,7 @@ MGPU_BINDINGS(train) {
       .def_property_readonly("images", [](const TrainResult& result) { return result.images; })
       .def_property_readonly("times",
                              [](const TrainResult& result) { return stage_times(result.outcome.times); })
+      .def_property_readonly("links", [](const TrainResult& result) { return dict_of(result.outcome.links); })
       .def_property_readonly("dL_dviewmats", [](const TrainResult& result) {
         return viewmat_grads(result.outcome.dL_dviewmats);
       });

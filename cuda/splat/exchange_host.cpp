@@ -2,6 +2,7 @@
 #include "splat/exchange.h"
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "math/tile.h"
@@ -40,16 +41,22 @@ void for_each_owner(const Frame& frame, const View& view, const Record& record, 
 }
 
 // At home: one parcel per owner, in record order.
-void pack(const Frame& frame, int home, std::vector<Parcel>& parcels) {
-  const ShardRecords& in = frame.shards[home];
+void pack(Frame& frame, int home, std::vector<Parcel>& parcels) {
+  ShardRecords& in = frame.shards[home];
   const int64_t shards = static_cast<int64_t>(frame.owners.size());
   const int64_t pieces = (in.count + kGrain - 1) / kGrain;
   std::vector<int64_t> position(static_cast<size_t>(pieces * shards),
                                 0);  // [piece, owner] counts, then offsets
+  std::vector<int64_t> remote(static_cast<size_t>(pieces), 0);
   parallel_for(in.count, kGrain, [&](int64_t begin, int64_t end) {
     int64_t* counts = &position[begin / kGrain * shards];
     for (int64_t r = begin; r < end; ++r) {
-      for_each_owner(frame, frame.views[in.view[r]], in.record[r], [&](int owner) { ++counts[owner]; });
+      bool leaves = false;
+      for_each_owner(frame, frame.views[in.view[r]], in.record[r], [&](int owner) {
+        ++counts[owner];
+        leaves |= owner != home;
+      });
+      remote[begin / kGrain] += leaves;
     }
   });
   for (int64_t owner = 0; owner < shards; ++owner) {
@@ -73,6 +80,7 @@ void pack(const Frame& frame, int home, std::vector<Parcel>& parcels) {
       });
     }
   });
+  in.remote = std::accumulate(remote.begin(), remote.end(), int64_t{0});
   for (Parcel& parcel : parcels) {
     parcel.view_begin.clear();
     for (const int64_t begin : in.view_begin) {

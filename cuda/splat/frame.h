@@ -10,6 +10,7 @@
 #include "memory/buffer.h"
 #include "mesh/mesh.h"
 #include "splat/columns.h"
+#include "splat/links.h"
 
 namespace mgpu::splat {
 
@@ -63,6 +64,7 @@ struct ShardRecords {
   Buffer<Record> record;    // home
   Buffer<RecordGrad> grad;  // home; filled by the return stage, empty before
   int64_t count = 0;
+  int64_t remote = 0;               // how many of them another shard blends, alone or too
   std::vector<int64_t> view_begin;  // [views + 1], into the arrays above
   Buffer<uint32_t> owner_mask;      // home; CUDA: bit o is set if owner o has a tile of the record
 };
@@ -170,6 +172,7 @@ struct Frame {
   std::vector<TileOwner> owners;             // [shards]
   std::vector<ShardConstants> constants;     // [shards]; CUDA flavour
   std::vector<StageTime> times;              // in the order they ran
+  FrameLinks links;
 
   const AdamState* state_or_null() const { return replays ? &state : nullptr; }
   const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }

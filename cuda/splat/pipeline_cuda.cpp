@@ -45,6 +45,7 @@ void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   run_stage(frame, "assign", [&] { assign_tiles(frame); });
   run_project(frame);
   run_stage(frame, "exchange", [&] { exchange_records(frame); });
+  count_links(frame);
   run_stage(frame, "bin", [&] { bin_records(frame); });
   frame.images = images;
   run_stage(frame, "blend", [&] { blend(frame); });
@@ -57,6 +58,7 @@ void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   JoinedOperator joined;
   run_stage(frame, "blend_backward", [&] { blend_backward(frame, grads); });
   run_stage(frame, "return", [&] { return_gradients(frame); });
+  count_returned(frame);
 }
 
 }  // namespace mgpu::splat

@@ -25,6 +25,7 @@ void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   run_stage(frame, "assign", [&] { assign_tiles(frame); });
   run_stage(frame, "exchange", [&] { exchange_records(frame); });
   run_stage(frame, "bin", [&] { bin_records(frame); });
+  count_links(frame);
   frame.images = images;
   run_stage(frame, "blend", [&] { blend(frame); });
 }
@@ -32,6 +33,7 @@ void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   run_stage(frame, "blend_backward", [&] { blend_backward(frame, grads); });
   run_stage(frame, "return", [&] { return_gradients(frame); });
+  count_returned(frame);
 }
 
 }  // namespace mgpu::splat

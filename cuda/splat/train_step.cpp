@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "math/ssim.h"
 #include "splat/loss.h"
 #include "splat/pipeline.h"
 #include "splat/project.h"
@@ -44,6 +45,7 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
       grads[v] = {gradient[v].data(), nullptr, nullptr};
     }
   });
+  count_pixels(frame, ssim_weight == 0.f ? 0 : 2 * math::kSsimRadius);
   run_backward(frame, grads);
 }
 
@@ -68,6 +70,7 @@ TrainOutcome train_step(Frame& frame, std::vector<const Frame*> pending,
     });
   }
   out.times = frame.times;
+  out.links = frame.links;
   return out;
 }
 

@@ -35,6 +35,7 @@ struct TrainOutcome {
   std::vector<double> dL_dviewmats;  // [views, 12], row-major 3x4; empty if not wanted
   StepReport step;
   std::vector<StageTime> times;  // in the order they ran, as Frame::times
+  FrameLinks links;              // as Frame::links
 };
 
 // Trains on the mean loss of the frame's views. The frame has columns, state, history, views, settings and

@@ -315,6 +315,27 @@ def reset_op_stats() -> None:
     _C.reset_op_stats()
 
 
+def link_stats(*, reset: bool = False) -> dict[str, Any]:
+    """What renders and training steps sent between shards, since the start or the last reset; asks no GPU.
+
+    `frames`: renders. `records`, `gradients`, `pixels`: bytes, `[from][to]`: visible Gaussians to the shards that blend
+    them, their gradients back, and of `train_step` the colours (and their gradients) that one shard blends and the loss
+    of another reads. `records_sent`: pairs of a visible Gaussian and a shard, not its own, that blends it.
+    `remote_rows`: visible Gaussians that another shard than their own blends. `visible_rows`: all visible Gaussians.
+    `load`: by shard, what its tiles cost, in pairs of a tile and a Gaussian (and 8 a tile). `imbalance`: largest load /
+    mean load, mean over the frames; `imbalance_max`: the largest of a frame. All but the last two are sums over frames.
+    """
+    counts = _C.link_stats()
+    if reset:
+        _C.reset_link_stats()
+    return counts
+
+
+def reset_link_stats() -> None:
+    """Set all counts of `link_stats()` to zero."""
+    _C.reset_link_stats()
+
+
 def reserve(shape: Sequence[int], capacity_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A zeroed tensor that can grow in place: addresses for `capacity_rows` rows, memory for `shape[0]`.
 

@@ -44,6 +44,11 @@ class TrainReport:
         return self._result.times
 
     @property
+    def links(self) -> dict[str, Any]:
+        """What the step sent between shards, with the keys of `torch.mgpu.link_stats()`, of this step alone."""
+        return self._result.links
+
+    @property
     def loss(self) -> float:
         """Mean loss of the cameras, as before the step, without regularisers."""
         return _mean(self.views, "loss")

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "splat/links.h"
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+
+#include "splat/assign.h"
+#include "splat/frame.h"
+#include "splat/loss.h"
+
+namespace mgpu::splat {
+
+namespace {
+
+constexpr int64_t kPixelBytes = 3 * sizeof(float);
+
+std::mutex& totals_mutex() {
+  static std::mutex instance;
+  return instance;
+}
+
+LinkTotals& totals() {
+  static LinkTotals instance;
+  return instance;
+}
+
+// Columns of pixels of one owner in each row of tiles of a view: [owner, tile row].
+std::vector<int64_t> owned_columns(const Frame& frame, const View& view) {
+  std::vector<int64_t> columns(frame.owners.size() * static_cast<size_t>(view.tiles_y), 0);
+  for (int y = 0; y < view.tiles_y; ++y) {
+    for (int x = 0; x < view.tiles_x; ++x) {
+      const int owner = owner_of_tile(frame, view.tile_begin + int64_t{y} * view.tiles_x + x);
+      columns[static_cast<size_t>(owner) * view.tiles_y + y] +=
+          std::min(kTileSize, view.width - x * kTileSize);
+    }
+  }
+  return columns;
+}
+
+}  // namespace
+
+LinkBytes& LinkBytes::operator+=(const LinkBytes& other) {
+  if (shards_ < other.shards_) *this = LinkBytes(other.shards_);
+  for (size_t i = 0; i < other.bytes_.size(); ++i) bytes_[i] += other.bytes_[i];
+  return *this;
+}
+
+int64_t LinkBytes::total() const { return std::accumulate(bytes_.begin(), bytes_.end(), int64_t{0}); }
+
+double FrameLinks::imbalance() const {
+  const int64_t sum = std::accumulate(load.begin(), load.end(), int64_t{0});
+  if (sum == 0) return 1.0;
+  return static_cast<double>(*std::max_element(load.begin(), load.end())) * static_cast<double>(load.size()) /
+         static_cast<double>(sum);
+}
+
+void count_links(Frame& frame) {
+  const int shards = static_cast<int>(frame.homes.size());
+  FrameLinks& links = frame.links;
+  links = FrameLinks{LinkBytes(shards), LinkBytes(shards), LinkBytes(shards)};
+  for (int home = 0; home < shards; ++home) {
+    links.visible_rows += frame.shards[static_cast<size_t>(home)].count;
+    links.remote_rows += frame.shards[static_cast<size_t>(home)].remote;
+    for (int owner = 0; owner < shards; ++owner) {
+      if (home == owner) continue;
+      const int64_t count = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)].count;
+      links.records.add(home, owner, count * static_cast<int64_t>(sizeof(Record)));
+      links.records_sent += count;
+    }
+  }
+  for (const TileOwner& owner : frame.owners)
+    links.load.push_back(blending_cost(owner.pairs, owner.tiles.size()));
+
+  std::lock_guard<std::mutex> lock(totals_mutex());
+  LinkTotals& all = totals();
+  ++all.frames;
+  all.sum.records += links.records;
+  all.sum.gradients += links.gradients;  // zeros, but the size is known from now on
+  all.sum.pixels += links.pixels;
+  all.sum.records_sent += links.records_sent;
+  all.sum.remote_rows += links.remote_rows;
+  all.sum.visible_rows += links.visible_rows;
+  all.sum.load.resize(static_cast<size_t>(shards), 0);
+  for (size_t owner = 0; owner < links.load.size(); ++owner) all.sum.load[owner] += links.load[owner];
+  const double imbalance = links.imbalance();
+  all.imbalance_sum += imbalance;
+  all.imbalance_max = std::max(all.imbalance_max, imbalance);
+}
+
+void count_returned(Frame& frame) {
+  const int shards = static_cast<int>(frame.homes.size());
+  if (shards == 1) return;
+  static_assert(sizeof(RecordGrad) == sizeof(Record));
+  LinkBytes returned(shards);
+  for (int home = 0; home < shards; ++home) {
+    for (int owner = 0; owner < shards; ++owner)
+      returned.add(owner, home, frame.links.records.at(home, owner));
+  }
+  frame.links.gradients = returned;
+  std::lock_guard<std::mutex> lock(totals_mutex());
+  totals().sum.gradients += returned;
+}
+
+void count_pixels(Frame& frame, int64_t halo) {
+  const int shards = static_cast<int>(frame.homes.size());
+  if (shards == 1) return;
+  LinkBytes pixels(shards);
+  for (const View& view : frame.views) {
+    const std::vector<int64_t> columns = owned_columns(frame, view);
+    for (int shard = 0; shard < shards; ++shard) {
+      const RowRange band = loss_band(view.height, shard, shards);
+      if (band.empty()) continue;
+      const RowRange read{std::max<int64_t>(band.begin - halo, 0),
+                          std::min<int64_t>(band.end + halo, view.height)};
+      for (int y = static_cast<int>(read.begin / kTileSize); int64_t{y} * kTileSize < read.end; ++y) {
+        const auto rows_in = [y](RowRange rows) {
+          return std::max<int64_t>(
+              std::min(rows.end, int64_t{y + 1} * kTileSize) - std::max(rows.begin, int64_t{y} * kTileSize),
+              0);
+        };
+        for (int owner = 0; owner < shards; ++owner) {
+          const int64_t across = columns[static_cast<size_t>(owner) * view.tiles_y + y] * kPixelBytes;
+          pixels.add(owner, shard, across * rows_in(read));
+          pixels.add(shard, owner, across * rows_in(band));
+        }
+      }
+    }
+  }
+  frame.links.pixels += pixels;
+  std::lock_guard<std::mutex> lock(totals_mutex());
+  totals().sum.pixels += pixels;
+}
+
+LinkTotals link_totals() {
+  std::lock_guard<std::mutex> lock(totals_mutex());
+  return totals();
+}
+
+void reset_link_totals() {
+  std::lock_guard<std::mutex> lock(totals_mutex());
+  totals() = LinkTotals{};
+}
+
+}  // namespace mgpu::splat
