@@ -31,7 +31,7 @@ STEPS = (
     *("splats", "device", "managed", "opinfo", "large", "sanitize", "export"),
 )
 TOGETHER = 4  # checks at a time on a GPU: many processes on one GPU take turns, and all are slow
-NEED = {"MGPU_REQUIRE_GPU": "1"}
+NEED = {"MGPU_REQUIRE_GPU": "1", "OMP_NUM_THREADS": "2"}  # the host's part of many tests at a time
 METHODS = {"NERFSTUDIO_METHOD_CONFIGS": "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat"}
 
 
@@ -101,7 +101,7 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
                 "caliterra",
                 [*command, "--keep", str(kept), "--json", str(folder / "caliterra.json")],
                 {**one, **METHODS},
-                150,
+                240,
                 "alone",
                 10,
             )
@@ -132,7 +132,7 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
         ]
     if kind == "sanitize":
         return [
-            Run(tool, ["bash", "tests/sanitize.sh", str(stages)], {"TOOLS": tool}, 250)
+            Run(tool, ["bash", "tests/sanitize.sh", str(stages)], {"TOOLS": tool}, 250, shown=8)
             for tool in ("memcheck", "racecheck")
         ]
     if kind == "export":

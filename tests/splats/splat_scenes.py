@@ -21,6 +21,12 @@ DATA = Path(os.environ.get("MGPU_TEST_DATA") or Path(__file__).resolve().parents
 GARDEN = DATA / "garden" / "test_garden.npz"
 
 
+def mesh_of(shards: int) -> str:
+    """MGPU_DEVICES for a process of its own: so many shards of the kind that this process runs on."""
+    on_gpus = torch.mgpu.mesh().shards[0].startswith("cuda")  # type: ignore[attr-defined]
+    return ",".join(["0"] * shards) if on_gpus else f"cpu:{shards}"
+
+
 def random_columns(rows: int, seed: int, *, degree: int = 3, spread: float = 1.0) -> dict[str, Tensor]:
     """Gaussians in front of a camera at the origin that looks along z: some small, some large, some out of sight."""
     g = torch.Generator().manual_seed(seed)

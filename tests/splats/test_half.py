@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from splat_scenes import mesh_of
 from test_optimizer import LRS, backward, camera, ring
 from torch import Tensor
 
@@ -89,8 +90,8 @@ def flushed_bits(out: Path, devices: str) -> dict[str, Tensor]:
     return torch.load(out, weights_only=True)
 
 
-def test_rounding_is_the_same_on_any_mesh(tmp_path: Path) -> None:
-    one, three = (flushed_bits(tmp_path / f"{n}.pt", f"cpu:{n}") for n in (1, 3))
+def test_rounding_is_the_same_on_any_mesh(device: torch.device, tmp_path: Path) -> None:
+    one, three = (flushed_bits(tmp_path / f"{n}.pt", mesh_of(n)) for n in (1, 3))
     for name in one:
         assert torch.equal(one[name], three[name]), name
 
@@ -122,6 +123,7 @@ def test_training_is_within_a_twentieth_of_a_decibel_of_float32(device: torch.de
     assert half > full - 0.05, f"{full:.3f} dB in float32, {half:.3f} dB in half"
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_training_goes_on_from_a_file_bit_for_bit(device: torch.device, tmp_path: Path) -> None:
     table = SplatTable.from_columns(**ring(40, sh_degree=2), half=True).requires_grad_(True)
     adam = SplatAdam(table, LRS, noise_lr=10.0, seed=11)

@@ -49,14 +49,6 @@ def device() -> Iterator[None]:
     torch.mgpu.empty_cache()  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Sums in list order, so that equal work gives equal bits."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # ---- images
 
 

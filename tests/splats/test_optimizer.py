@@ -340,6 +340,7 @@ def test_rendering_reads_rows_that_wait_as_the_flush_writes_them(device: torch.d
         assert float((a - b).abs().max()) < 1e-6
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_state_survives_a_file_and_training_continues_bit_for_bit(
     device: torch.device, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on one shard and on three, the latter with the locality check, each in a process of its own."""
+"""Training on one shard and on three, the latter with the locality check (host), each in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from splat_scenes import mesh_of
+
+import ns_mgpu_splat
 
 PROBE = Path(__file__).with_name("train_probe.py")
 
@@ -26,9 +29,10 @@ def probe(out: Path, devices: str, **environment: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    ns_mgpu_splat.init()
     folder = tmp_path_factory.mktemp("meshes")
-    one = probe(folder / "one.pt", "cpu:1")
-    three = probe(folder / "three.pt", "cpu:3", MGPU_CHECK_LOCALITY="1")
+    one = probe(folder / "one.pt", mesh_of(1))
+    three = probe(folder / "three.pt", mesh_of(3), MGPU_CHECK_LOCALITY="1" if mesh_of(1) == "cpu:1" else "0")
     return one, three
 
 

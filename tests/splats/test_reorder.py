@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from splat_scenes import camera_of, random_columns, random_twin_camera, table_of
+from splat_scenes import camera_of, mesh_of, random_columns, random_twin_camera, table_of
 from torch import Tensor
 
 import ns_mgpu_splat
@@ -227,12 +227,11 @@ torch.save(everything(table, adam), sys.argv[1])
 
 def test_the_order_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
     """With the locality check on three shards, in processes of their own."""
-    kind = "0{}" if torch.mgpu.mesh().shards[0].startswith("cuda") else "cpu:{}"
     results = []
     for shards in (1, 3):
-        devices = kind.format(shards) if kind.startswith("cpu") else ",".join(["0"] * shards)
+        devices = mesh_of(shards)
         environment = {**os.environ, "MGPU_DEVICES": devices, "MGPU_SHARD_THRESHOLD": "4096"}
-        if kind.startswith("cpu"):
+        if devices.startswith("cpu"):
             environment["MGPU_CHECK_LOCALITY"] = "1"
         out = tmp_path / f"{shards}.pt"
         source = PROBE.format(here=str(Path(__file__).parent))

@@ -21,20 +21,14 @@ from ns_mgpu_splat.splats.statistics import RowStatistics
 
 LRS = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
 ROWS = 3_000
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 SIZES = [(96, 70), (40, 57), (33, 18), (64, 64)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> torch.device:
     return ns_mgpu_splat.init()
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Any:
-    """On GPUs the order of atomics would make even two equal steps differ."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def cameras_of(count: int) -> list[Camera]:
