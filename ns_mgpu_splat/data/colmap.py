@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ns_mgpu_splat.data.checks import DatasetError
+from ns_mgpu_splat.data.lens import Lens
 
 # model id: (name, number of parameters); ids as in COLMAP's src/colmap/sensor/models.h
 kModels = {
@@ -29,27 +30,35 @@ kModels = {
     9: ("RADIAL_FISHEYE", 5),
     10: ("THIN_PRISM_FISHEYE", 12),
     11: ("RAD_TAN_THIN_PRISM_FISHEYE", 16),
+    12: ("SIMPLE_DIVISION", 4),
+    13: ("DIVISION", 5),
+    14: ("SIMPLE_FISHEYE", 3),
+    15: ("FISHEYE", 4),
+    16: ("EUCM", 6),
+    17: ("EQUIRECTANGULAR", 2),
 }
 kParameters = dict(kModels.values())
-kSupported = (
-    "SIMPLE_PINHOLE, PINHOLE, SIMPLE_RADIAL, RADIAL, OPENCV, FULL_OPENCV, OPENCV_FISHEYE, "
-    "SIMPLE_RADIAL_FISHEYE, RADIAL_FISHEYE"
-)
-
-
-@dataclass(frozen=True)
-class Lens:
-    """How far a lens is from a pinhole; coefficients in OpenCV's order.
-
-    kind "opencv": k1 k2 p1 p2 k3 k4 k5 k6; "fisheye": k1 k2 k3 k4; "pinhole": none.
-    """
-
-    kind: str = "pinhole"
-    coefficients: tuple[float, ...] = ()
-
-    @property
-    def distorts(self) -> bool:
-        return any(c != 0 for c in self.coefficients) or self.kind == "fisheye"
+# model: (our kind of lens, number of focal lengths); the principal point and the coefficients follow
+kLensOf = {
+    "SIMPLE_PINHOLE": ("pinhole", 1),
+    "PINHOLE": ("pinhole", 2),
+    "SIMPLE_RADIAL": ("opencv", 1),
+    "RADIAL": ("opencv", 1),
+    "OPENCV": ("opencv", 2),
+    "FULL_OPENCV": ("opencv", 2),
+    "OPENCV_FISHEYE": ("fisheye", 2),
+    "SIMPLE_RADIAL_FISHEYE": ("fisheye", 1),
+    "RADIAL_FISHEYE": ("fisheye", 1),
+    "SIMPLE_FISHEYE": ("fisheye", 1),
+    "FISHEYE": ("fisheye", 2),
+    "THIN_PRISM_FISHEYE": ("thin_prism_fisheye", 2),
+    "RAD_TAN_THIN_PRISM_FISHEYE": ("fisheye624", 2),
+    "FOV": ("fov", 2),
+    "SIMPLE_DIVISION": ("division", 1),
+    "DIVISION": ("division", 2),
+    "EUCM": ("eucm", 2),
+}
+kSupported = ", ".join(kLensOf)
 
 
 @dataclass(frozen=True)
@@ -114,24 +123,14 @@ def camera_from_model(model: str, width: int, height: int, p: tuple[float, ...],
     """Intrinsics of a COLMAP camera model. Raises DatasetError for one we cannot undistort."""
     if model in kParameters and len(p) != kParameters[model]:
         raise DatasetError(f"{where} has {len(p)} parameters, but {model} has {kParameters[model]}.")
-    if model == "SIMPLE_PINHOLE":
-        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens())
-    if model == "PINHOLE":
-        return ColmapCamera(width, height, p[0], p[1], p[2], p[3], Lens())
-    if model == "SIMPLE_RADIAL":
-        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens("opencv", (p[3],)))
-    if model == "RADIAL":
-        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens("opencv", (p[3], p[4])))
-    if model in ("OPENCV", "FULL_OPENCV"):
-        return ColmapCamera(width, height, p[0], p[1], p[2], p[3], Lens("opencv", tuple(p[4:])))
-    if model == "OPENCV_FISHEYE":
-        return ColmapCamera(width, height, p[0], p[1], p[2], p[3], Lens("fisheye", tuple(p[4:])))
-    if model in ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE"):
-        return ColmapCamera(width, height, p[0], p[0], p[1], p[2], Lens("fisheye", tuple(p[3:])))
-    raise DatasetError(
-        f"{where} has the camera model {model}, which is not supported. Supported are {kSupported}; undistort the "
-        "images with `colmap image_undistorter` first."
-    )
+    if model not in kLensOf:
+        raise DatasetError(
+            f"{where} has the camera model {model}, which is not supported. Supported are {kSupported}; undistort the "
+            "images with `colmap image_undistorter` first, or cut panoramas into perspective views."
+        )
+    kind, focals = kLensOf[model]
+    fx, fy = (p[0], p[0]) if focals == 1 else (p[0], p[1])
+    return ColmapCamera(width, height, fx, fy, p[focals], p[focals + 1], Lens(kind, tuple(p[focals + 2 :])))
 
 
 def _pick(folder: Path, stem: str) -> Path:
@@ -270,6 +269,27 @@ def read_images(folder: Path) -> tuple[list[ColmapImage], Path]:
     return images, path
 
 
+kPoint = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
+kPointsAtOnce = 1 << 16
+
+
+def _point_starts(file: _Bytes, count: int) -> np.ndarray:
+    """Where the next `count` points begin: each is followed by a track whose length it tells."""
+    starts = np.empty(count, dtype=np.int64)
+    at, end, read = file.at, len(file.data), struct.Struct("<Q").unpack_from
+    fixed, data = kPoint.itemsize, file.data
+    for row in range(count):
+        starts[row] = at
+        if at + fixed > end:
+            raise file.cut_short()
+        at += fixed + 8 * read(data, at + fixed - 8)[0]
+        if at > end:
+            raise file.cut_short()
+        file.done += 1
+    file.at = at
+    return starts
+
+
 def read_points(folder: Path) -> tuple[np.ndarray, np.ndarray, Path]:
     """Triangulated points: positions (N, 3) float64, colours (N, 3) uint8, and the file they came from."""
     path = _pick(folder, "points3D")
@@ -277,18 +297,18 @@ def read_points(folder: Path) -> tuple[np.ndarray, np.ndarray, Path]:
         file = _Bytes(path, "points")
         count = struct.Struct("<Q")
         (file.count,) = file.take(count)
-        point = struct.Struct("<Q3d3BdQ")
-        if file.count * point.size > len(file.data):
+        if file.count * kPoint.itemsize > len(file.data):
             raise DatasetError(
                 f"{path} is cut short: it promises {file.count:,} points and is only {len(file.data):,} bytes long. "
                 "Copy it again, or export the reconstruction anew."
             )
         xyz, rgb = np.empty((file.count, 3)), np.empty((file.count, 3), dtype=np.uint8)
-        for row in range(file.count):
-            _, x, y, z, r, g, b, _, track = file.take(point)
-            file.skip(8 * track)
-            xyz[row], rgb[row] = (x, y, z), (r, g, b)
-            file.done += 1
+        for begin in range(0, file.count, kPointsAtOnce):
+            starts = _point_starts(file, min(kPointsAtOnce, file.count - begin))
+            fixed = np.frombuffer(file.data, np.uint8)[starts[:, None] + np.arange(kPoint.itemsize)]
+            points = fixed.view(kPoint)[:, 0]
+            xyz[begin : begin + len(points)] = points["xyz"]
+            rgb[begin : begin + len(points)] = points["rgb"]
         return xyz, rgb, path
     rows = [line.split(maxsplit=7)[1:7] for line in _records(path) if line]
     try:

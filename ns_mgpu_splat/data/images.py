@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ns_mgpu_splat.data.colmap import Lens
+from ns_mgpu_splat.data.lens import Lens, Pinhole, premultiplied, undistort, unmultiplied
 
 kExifOrientation = 0x0112
 # A JPEG ends with the marker FF D9; cameras append padding or thumbnails behind it, rarely more than this.
@@ -119,80 +119,8 @@ def area_resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     if pixels.shape[:2] == (height, width):
         return pixels
     if pixels.shape[2] == 4:
-        scaled = pixels.astype(np.float32)
-        scaled[..., :3] *= scaled[..., 3:] / 255
-        scaled = np.asarray(cv2.resize(scaled, (width, height), interpolation=cv2.INTER_AREA), np.float32)
-        scaled[..., :3] *= 255 / np.maximum(scaled[..., 3:], 1e-3)
-        return (scaled + 0.5).clip(0, 255).astype(np.uint8)
+        return unmultiplied(cv2.resize(premultiplied(pixels), (width, height), interpolation=cv2.INTER_AREA))
     return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
-
-
-@dataclass(frozen=True)
-class Pinhole:
-    """Intrinsics in pixels; the principal point counts from the image's corner (pixel centres at +0.5)."""
-
-    width: int
-    height: int
-    fx: float
-    fy: float
-    cx: float
-    cy: float
-
-    def scaled(self, width: int, height: int) -> Pinhole:
-        """The same camera with another image size."""
-        sx, sy = width / self.width, height / self.height
-        return Pinhole(width, height, self.fx * sx, self.fy * sy, self.cx * sx, self.cy * sy)
-
-    def opencv(self) -> np.ndarray:
-        """The (3, 3) intrinsic matrix in OpenCV's convention (pixel centres at integers)."""
-        return np.array([[self.fx, 0, self.cx - 0.5], [0, self.fy, self.cy - 0.5], [0, 0, 1.0]])
-
-
-def undistorted_pinhole(camera: Pinhole, lens: Lens) -> Pinhole:
-    """The pinhole camera of the undistorted image: same size, and no pixel without data."""
-    import cv2
-
-    if not lens.distorts:
-        return camera
-    size = (camera.width, camera.height)
-    if lens.kind == "fisheye":
-        coefficients = np.zeros(4)
-        coefficients[: len(lens.coefficients)] = lens.coefficients
-        k = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify(
-            camera.opencv(), coefficients, size, np.eye(3), balance=0.0
-        )
-    else:
-        k, _ = cv2.getOptimalNewCameraMatrix(camera.opencv(), _brown(lens), size, 0)
-    return Pinhole(*size, float(k[0, 0]), float(k[1, 1]), float(k[0, 2]) + 0.5, float(k[1, 2]) + 0.5)
-
-
-def _brown(lens: Lens) -> np.ndarray:
-    coefficients = np.zeros(8)
-    coefficients[: len(lens.coefficients)] = lens.coefficients
-    return coefficients
-
-
-def undistort(pixels: np.ndarray, camera: Pinhole, lens: Lens, nearest: bool = False) -> np.ndarray:
-    """Remove lens distortion from (H, W, C) uint8; the result belongs to `undistorted_pinhole(camera, lens)`."""
-    import cv2
-
-    if not lens.distorts:
-        return pixels
-    target = undistorted_pinhole(camera, lens).opencv()
-    size = (camera.width, camera.height)
-    if lens.kind == "fisheye":
-        coefficients = np.zeros(4)
-        coefficients[: len(lens.coefficients)] = lens.coefficients
-        maps = cv2.fisheye.initUndistortRectifyMap(
-            camera.opencv(), coefficients, np.eye(3), target, size, cv2.CV_32FC1
-        )
-    else:
-        maps = cv2.initUndistortRectifyMap(
-            camera.opencv(), _brown(lens), np.eye(3), target, size, cv2.CV_32FC1
-        )
-    flag = cv2.INTER_NEAREST if nearest else cv2.INTER_LINEAR
-    result = cv2.remap(pixels, maps[0], maps[1], flag, borderMode=cv2.BORDER_REPLICATE)
-    return result.reshape(*pixels.shape[:2], pixels.shape[2])
 
 
 @dataclass(frozen=True)

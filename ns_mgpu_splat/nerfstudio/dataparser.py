@@ -25,7 +25,8 @@ from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.capture import Capture, Frame, read_capture
 from ns_mgpu_splat.data.checks import DatasetError, Level, find_bad_frames
-from ns_mgpu_splat.data.images import ImageSource, Pinhole, undistorted_pinhole
+from ns_mgpu_splat.data.images import ImageSource
+from ns_mgpu_splat.data.lens import Pinhole, undistorted_pinhole
 
 # Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
 # above, only headers and file endings are read.

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lenses that are no pinhole: their distortion, the pinhole that a photograph is turned into, and the turning.
+
+Models as COLMAP (https://github.com/colmap/colmap/blob/main/src/colmap/sensor/models.h), OpenCV and Nerfstudio define
+them. What the operators render is a pinhole, so photographs are resampled when they are read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+kMostZoom = (
+    20.0  # a pinhole this much longer or shorter than the lens shows nothing of the photograph any more
+)
+kSlack = 0.02  # of the image's size: OpenCV finds the pinhole on a coarse grid
+kMapsKept = 2  # of the latest cameras; a 12-megapixel one takes 96 MB
+
+
+@dataclass(frozen=True)
+class Lens:
+    """How far a lens is from a pinhole.
+
+    `kind` and the order of the coefficients: "pinhole": none; "opencv": k1 k2 p1 p2 k3 k4 k5 k6; "fisheye": k1 k2 k3 k4;
+    "thin_prism_fisheye": k1 k2 p1 p2 k3 k4 sx sy; "fisheye624": k1..k6 p1 p2 s1..s4; "fov": omega; "division": k;
+    "eucm": alpha beta.
+    """
+
+    kind: str = "pinhole"
+    coefficients: tuple[float, ...] = ()
+
+    @property
+    def distorts(self) -> bool:
+        if self.kind in ("pinhole", "opencv", "division"):
+            return any(c != 0 for c in self.coefficients)
+        return True
+
+
+@dataclass(frozen=True)
+class Pinhole:
+    """Intrinsics in pixels; the principal point counts from the image's corner (pixel centres at +0.5)."""
+
+    width: int
+    height: int
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+
+    def scaled(self, width: int, height: int) -> Pinhole:
+        """The same camera with another image size."""
+        sx, sy = width / self.width, height / self.height
+        return Pinhole(width, height, self.fx * sx, self.fy * sy, self.cx * sx, self.cy * sy)
+
+    def opencv(self) -> np.ndarray:
+        """The (3, 3) intrinsic matrix in OpenCV's convention (pixel centres at integers)."""
+        return np.array([[self.fx, 0, self.cx - 0.5], [0, self.fy, self.cy - 0.5], [0, 0, 1.0]])
+
+
+# ---- distortion: where a ray (x, y, 1) meets the image, in units of the focal length -------------------------------------
+
+
+def _padded(lens: Lens, count: int) -> tuple[float, ...]:
+    return (*lens.coefficients, *[0.0] * count)[:count]
+
+
+def _opencv(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    k1, k2, p1, p2, k3, k4, k5, k6 = _padded(lens, 8)
+    r2 = x * x + y * y
+    radial = (1 + r2 * (k1 + r2 * (k2 + r2 * k3))) / (1 + r2 * (k4 + r2 * (k5 + r2 * k6)))
+    return (
+        x * radial + 2 * p1 * x * y + p2 * (r2 + 2 * x * x),
+        y * radial + p1 * (r2 + 2 * y * y) + 2 * p2 * x * y,
+    )
+
+
+def _by_angle(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale (x, y) so that its length is the angle to the axis: the ideal fisheye."""
+    r = np.hypot(x, y)
+    factor = np.where(r > 1e-9, np.arctan(r) / np.maximum(r, 1e-9), 1.0)
+    return x * factor, y * factor
+
+
+def _fisheye(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    k1, k2, k3, k4 = _padded(lens, 4)
+    x, y = _by_angle(x, y)
+    t2 = x * x + y * y
+    radial = 1 + t2 * (k1 + t2 * (k2 + t2 * (k3 + t2 * k4)))
+    return x * radial, y * radial
+
+
+def _thin_prism(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    k1, k2, p1, p2, k3, k4, sx, sy = _padded(lens, 8)
+    x, y = _by_angle(x, y)
+    t2 = x * x + y * y
+    radial = 1 + t2 * (k1 + t2 * (k2 + t2 * (k3 + t2 * k4)))
+    return (
+        x * radial + 2 * p1 * x * y + p2 * (t2 + 2 * x * x) + sx * t2,
+        y * radial + p1 * (t2 + 2 * y * y) + 2 * p2 * x * y + sy * t2,
+    )
+
+
+def _fisheye624(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    k1, k2, k3, k4, k5, k6, p1, p2, s1, s2, s3, s4 = _padded(lens, 12)
+    x, y = _by_angle(x, y)
+    t2 = x * x + y * y
+    radial = 1 + t2 * (k1 + t2 * (k2 + t2 * (k3 + t2 * (k4 + t2 * (k5 + t2 * k6)))))
+    x, y = x * radial, y * radial
+    r2 = x * x + y * y
+    return (
+        x + p1 * (r2 + 2 * x * x) + 2 * p2 * x * y + r2 * (s1 + r2 * s2),
+        y + p2 * (r2 + 2 * y * y) + 2 * p1 * x * y + r2 * (s3 + r2 * s4),
+    )
+
+
+def _fov(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    (omega,) = _padded(lens, 1)
+    if abs(omega) < 1e-6:
+        return x, y
+    r = np.hypot(x, y)
+    slope = 2 * np.tan(omega / 2)
+    factor = np.where(r > 1e-9, np.arctan(r * slope) / np.maximum(r * omega, 1e-12), slope / omega)
+    return x * factor, y * factor
+
+
+def _division(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    """The image point (u, v) of the ray (u, v, 1 + k (u^2 + v^2)): the root nearer to the axis."""
+    (k,) = _padded(lens, 1)
+    root = np.sqrt(1 - 4 * k * (x * x + y * y))  # NaN where the model shows no image
+    return x * 2 / (1 + root), y * 2 / (1 + root)
+
+
+def _eucm(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    alpha, beta = _padded(lens, 2)
+    depth = alpha * np.sqrt(beta * (x * x + y * y) + 1) + (1 - alpha)
+    return x / depth, y / depth
+
+
+kDistortions: dict[str, Callable[[np.ndarray, np.ndarray, Lens], tuple[np.ndarray, np.ndarray]]] = {
+    "opencv": _opencv,
+    "fisheye": _fisheye,
+    "thin_prism_fisheye": _thin_prism,
+    "fisheye624": _fisheye624,
+    "fov": _fov,
+    "division": _division,
+    "eucm": _eucm,
+}
+
+
+def distort(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    """Where rays (x, y, 1) meet the image, in units of the focal length from the principal point; x right, y down.
+
+    Args:
+        x, y: float64, of one shape. lens: any.
+    Returns: two arrays of that shape; NaN where the lens shows nothing.
+    """
+    if lens.kind == "pinhole":
+        return x, y
+    with np.errstate(all="ignore"):
+        return kDistortions[lens.kind](x, y, lens)
+
+
+# ---- the pinhole of the undistorted image --------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def undistorted_pinhole(camera: Pinhole, lens: Lens) -> Pinhole:
+    """The pinhole camera of the undistorted image: same size, and no pixel without data."""
+    import cv2
+
+    if not lens.distorts:
+        return camera
+    size = (camera.width, camera.height)
+    if lens.kind == "fisheye":
+        k = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify(
+            camera.opencv(), np.array(_padded(lens, 4)), size, np.eye(3), balance=0.0
+        )
+    elif lens.kind == "opencv":
+        k, _ = cv2.getOptimalNewCameraMatrix(camera.opencv(), np.array(_padded(lens, 8)), size, 0)
+    else:
+        return _zoomed(camera, lens)
+    return Pinhole(*size, float(k[0, 0]), float(k[1, 1]), float(k[0, 2]) + 0.5, float(k[1, 2]) + 0.5)
+
+
+def _border(camera: Pinhole, points: int = 65) -> tuple[np.ndarray, np.ndarray]:
+    """Pixel coordinates along the image's four edges."""
+    along = np.linspace(0, 1, points)
+    zero, one = np.zeros(points), np.ones(points)
+    x = np.concatenate([along, along, zero, one]) * camera.width
+    y = np.concatenate([zero, one, along, along]) * camera.height
+    return x, y
+
+
+def _overhang(target: Pinhole, camera: Pinhole, lens: Lens) -> float:
+    """How far the target's edges lie outside the photograph, as a share of its size; infinite where undefined."""
+    px, py = _border(target)
+    u, v = distort((px - target.cx) / target.fx, (py - target.cy) / target.fy, lens)
+    x, y = (u * camera.fx + camera.cx) / camera.width, (v * camera.fy + camera.cy) / camera.height
+    out = max(float(np.max(-x)), float(np.max(x - 1)), float(np.max(-y)), float(np.max(y - 1)))
+    return out if np.isfinite(out) else np.inf
+
+
+def _zoomed(camera: Pinhole, lens: Lens) -> Pinhole:
+    """The shortest pinhole with the same principal point whose edges lie inside the photograph."""
+
+    def at(zoom: float) -> Pinhole:
+        return Pinhole(camera.width, camera.height, camera.fx * zoom, camera.fy * zoom, camera.cx, camera.cy)
+
+    low, high = 1 / kMostZoom, kMostZoom
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if _overhang(at(middle), camera, lens) <= 0 else (middle, high)
+    return at(high)
+
+
+def why_no_pinhole(camera: Pinhole, lens: Lens) -> str | None:
+    """Return why a photograph through this lens cannot be undistorted, or None."""
+    if not lens.distorts:
+        return None
+    target = undistorted_pinhole(camera, lens)
+    zooms = (target.fx / camera.fx, target.fy / camera.fy)
+    if not all(1 / kMostZoom < zoom < kMostZoom for zoom in zooms):
+        return f"would need a focal length {zooms[0]:.3g} times as long to leave no empty corner"
+    if _overhang(target, camera, lens) > kSlack:
+        return "reach beyond the photograph's edges"
+    return None
+
+
+# ---- resampling ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=kMapsKept)
+def _maps(camera: Pinhole, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    """For each pixel of the undistorted image, where it lies in the photograph (OpenCV's pixels), float32."""
+    import cv2
+
+    pinhole = undistorted_pinhole(camera, lens)
+    target, size = pinhole.opencv(), (camera.width, camera.height)
+    if lens.kind == "fisheye":
+        return cv2.fisheye.initUndistortRectifyMap(
+            camera.opencv(), np.array(_padded(lens, 4)), np.eye(3), target, size, cv2.CV_32FC1
+        )
+    if lens.kind == "opencv":
+        return cv2.initUndistortRectifyMap(
+            camera.opencv(), np.array(_padded(lens, 8)), np.eye(3), target, size, cv2.CV_32FC1
+        )
+    columns = (np.arange(camera.width) + 0.5 - pinhole.cx) / pinhole.fx
+    maps = np.empty((2, camera.height, camera.width), np.float32)
+    for row in range(camera.height):  # a row at a time: no float64 image
+        u, v = distort(columns, np.full_like(columns, (row + 0.5 - pinhole.cy) / pinhole.fy), lens)
+        maps[0, row], maps[1, row] = u * camera.fx + camera.cx - 0.5, v * camera.fy + camera.cy - 0.5
+    return maps[0], maps[1]
+
+
+def undistort(pixels: np.ndarray, camera: Pinhole, lens: Lens, nearest: bool = False) -> np.ndarray:
+    """Remove lens distortion from (H, W, C) uint8; the result belongs to `undistorted_pinhole(camera, lens)`.
+
+    Colours are weighted with alpha where there is one, so that those of invisible pixels do not bleed in.
+    """
+    import cv2
+
+    if not lens.distorts:
+        return pixels
+    maps = _maps(camera, lens)
+    flag = cv2.INTER_NEAREST if nearest else cv2.INTER_LINEAR
+    if pixels.shape[2] == 4:
+        weighted = cv2.remap(premultiplied(pixels), maps[0], maps[1], flag, borderMode=cv2.BORDER_REPLICATE)
+        return unmultiplied(weighted)
+    result = cv2.remap(pixels, maps[0], maps[1], flag, borderMode=cv2.BORDER_REPLICATE)
+    return result.reshape(*pixels.shape[:2], pixels.shape[2])
+
+
+def premultiplied(pixels: np.ndarray) -> np.ndarray:
+    """(H, W, 4) uint8 as float32 in 0 to 255, colours times alpha."""
+    scaled = pixels.astype(np.float32)
+    scaled[..., :3] *= scaled[..., 3:] / 255
+    return scaled
+
+
+def unmultiplied(pixels: np.ndarray) -> np.ndarray:
+    """Undo `premultiplied`: (H, W, 4) uint8."""
+    scaled = np.array(pixels, dtype=np.float32)
+    scaled[..., :3] *= 255 / np.maximum(scaled[..., 3:], 1e-3)
+    return (scaled + 0.5).clip(0, 255).astype(np.uint8)
