@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ns_mgpu_splat.data import colmap
-from ns_mgpu_splat.data.checks import DatasetError, check_points, shown
-from ns_mgpu_splat.data.colmap import Lens
+from ns_mgpu_splat.data.checks import DatasetError, shown
 from ns_mgpu_splat.data.images import ImageError, probe
+from ns_mgpu_splat.data.lens import Lens
 
 kColmapFolders = ("sparse/0", "sparse", "colmap/sparse/0", "colmap/sparse", ".")
 kSeedNames = ("sparse_pc.ply", "points3D.ply", "seed.ply")
@@ -29,6 +31,7 @@ kWorldFromColmap = np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0], [0, -1.0, 0, 0]])
 kOldAppliedTransform = np.array([[0, 1.0, 0, 0], [1.0, 0, 0, 0], [0, 0, -1.0, 0]])
 kOpenGlFromOpenCv = np.diag([1.0, -1.0, -1.0, 1.0])
 
+kImageSuffixes = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp")
 kOrientations = ("pca", "up", "vertical", "none")
 kLensNames = {
     "PINHOLE": "opencv",
@@ -38,7 +41,9 @@ kLensNames = {
     "RADIAL": "opencv",
     "OPENCV": "opencv",
     "OPENCV_FISHEYE": "fisheye",
+    "FISHEYE624": "fisheye624",
 }
+kMostDistortion = {"opencv": 6, "fisheye": 6, "fisheye624": 12}  # entries of distortion_params
 
 
 @dataclass
@@ -58,8 +63,18 @@ class Frame:
     cx: float
     cy: float
     lens: Lens
-    orientation: int = 1
+    orientation: int = 1  # EXIF rotation to undo; the checks set it
+    mask_orientation: int = 1
     has_alpha: bool = False
+
+
+@dataclass
+class BadEntry:
+    """A frame that is described so badly that there is no `Frame` of it."""
+
+    name: str
+    sentence: str
+    image: Path | None = None
 
 
 @dataclass
@@ -73,6 +88,9 @@ class Capture:
         listed_split: names of frames by split, where the file lists them.
         seed_file: point cloud (.ply) in the frames' world, or None.
         seed_reconstruction: COLMAP folder with points in COLMAP's world, or None.
+        bad_entries: frames that could not even be described; they can be left out.
+        problems: what is wrong with the capture as a whole; nothing can be left out to mend it.
+        notes: what its owner may want to know.
     """
 
     root: Path
@@ -85,22 +103,27 @@ class Capture:
     listed_split: dict[str, set[Path]] = field(default_factory=dict)
     seed_file: Path | None = None
     seed_reconstruction: Path | None = None
-    depth_unit: float = 1e-3
+    bad_entries: list[BadEntry] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def read_points(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Seed points in the frames' world: (N, 3) float64 and colours (N, 3) uint8; None where there are none."""
+    def read_points(self) -> tuple[np.ndarray, np.ndarray, Path] | None:
+        """Seed points in the frames' world: (N, 3) float64, colours (N, 3) uint8 and the file; None where there are none.
+
+        Raises: DatasetError if the file is damaged. Points that are not finite are returned as they are.
+        """
         if self.seed_file is not None:
             xyz, rgb = read_ply_points(self.seed_file)
-            check_points(xyz, self.seed_file)
+            path = self.seed_file
         elif self.seed_reconstruction is not None:
             xyz, rgb, path = colmap.read_points(self.seed_reconstruction)
-            check_points(xyz, path)
             applied = self.applied_transform
             if applied is not None:
-                xyz = xyz @ applied[:, :3].T + applied[:, 3]
+                with np.errstate(invalid="ignore"):  # what is not finite is found later, and named
+                    xyz = xyz @ applied[:, :3].T + applied[:, 3]
         else:
             return None
-        return (xyz, rgb) if len(xyz) else None
+        return (xyz, rgb, path) if len(xyz) else None
 
 
 def read_capture(
@@ -114,18 +137,30 @@ def read_capture(
     Args:
         path: a folder with `transforms.json`, a folder with `images` and `sparse/0`, or a .json file.
         images_path, colmap_path: of a COLMAP folder, relative to it; None: where they usually are.
-        masks_path: of a COLMAP folder; masks have the images' names with the suffix .png.
+        masks_path: of a COLMAP folder; the mask of a.jpg is a.jpg.png, as COLMAP has it, or a.png.
     Raises: DatasetError, with the file's name.
     """
-    path = Path(path)
+    found = find_capture(Path(path), colmap_path)
+    if found.is_file():
+        return _read_transforms(found)
+    return _read_colmap(Path(path), found, images_path, masks_path)
+
+
+def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
+    """What describes the photographs of a folder: its .json file, or the folder of its reconstruction.
+
+    Args: as `read_capture`. Reads no file.
+    Raises: DatasetError if there is none.
+    """
+    path = Path.cwd() if path == Path() else path
     if not path.exists():
         raise DatasetError(f"{path} does not exist. Give the folder of a capture with --data.")
     if path.is_file():
         if path.suffix != ".json":
             raise DatasetError(f"{path} is a file. Give the folder of a capture, or its transforms.json.")
-        return _read_transforms(path)
+        return path
     if (path / "transforms.json").is_file() and colmap_path is None:
-        return _read_transforms(path / "transforms.json")
+        return path / "transforms.json"
     candidates = [str(colmap_path)] if colmap_path is not None else kColmapFolders
     for name in candidates:
         folder = path / name
@@ -134,7 +169,7 @@ def read_capture(
             for stem in ("cameras", "images")
             for suffix in (".bin", ".txt")
         ):
-            return _read_colmap(path, folder, images_path, masks_path)
+            return folder
     if not any(path.iterdir()):
         raise DatasetError(f"{path} is an empty folder. Give the folder of a capture with --data.")
     raise DatasetError(
@@ -157,13 +192,15 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
             "there, or name their folder with --pipeline.datamanager.dataparser.images-path."
         )
     world = np.vstack([kWorldFromColmap, [0, 0, 0, 1.0]])
-    frames = []
+    frames, bad_entries = [], []
     for number, image in enumerate(images):
         if image.camera_id not in cameras:
-            raise DatasetError(
+            sentence = (
                 f"{images_file}: image {image.name} uses camera {image.camera_id}, which {cameras_file.name} lacks. "
                 "Both files must come from one reconstruction."
             )
+            bad_entries.append(BadEntry(image.name, sentence, images_dir / image.name))
+            continue
         camera = cameras[image.camera_id]
         pose = np.eye(4)
         pose[:3, :3] = image.rotation.T
@@ -173,7 +210,7 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
                 name=image.name,
                 label=f"image {number}",
                 image=images_dir / image.name,
-                mask=(root / masks_path / image.name).with_suffix(".png") if masks_path is not None else None,
+                mask=_mask_of(root / masks_path / image.name) if masks_path is not None else None,
                 depth=None,
                 camera_to_world=world @ pose @ kOpenGlFromOpenCv,
                 width=camera.width,
@@ -204,7 +241,36 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
         applied_transform=kWorldFromColmap.copy(),
         listed_split=split,
         seed_reconstruction=folder if has_points else None,
+        bad_entries=bad_entries,
+        notes=_colmap_notes(root, folder, images_dir, len(images)),
     )
+
+
+def _mask_of(image: Path) -> Path:
+    """The mask of a.jpg: a.jpg.png as COLMAP has it, else a.png."""
+    colmaps = image.with_name(image.name + ".png")
+    return colmaps if colmaps.is_file() else image.with_suffix(".png")
+
+
+def _colmap_notes(root: Path, folder: Path, images_dir: Path, count: int) -> list[str]:
+    """Photographs without a pose, and a larger reconstruction beside this one."""
+    notes = []
+    found = sum(path.suffix.lower() in kImageSuffixes for path in images_dir.rglob("*"))
+    if found > count:
+        notes.append(
+            f"{found - count:,} of the {found:,} images in {shown(images_dir, root)} have no pose in "
+            f"{shown(folder, root)} and are not used."
+        )
+    for other in sorted(folder.parent.iterdir()):
+        if other != folder and other.is_dir() and (other / "images.bin").is_file():
+            with (other / "images.bin").open("rb") as file:
+                theirs = int.from_bytes(file.read(8), "little")
+            if theirs > count:
+                notes.append(
+                    f"{shown(other, root)} is another reconstruction, of {theirs:,} images; this one has {count:,}. Choose "
+                    f"it with --pipeline.datamanager.dataparser.colmap-path {shown(other, root)}."
+                )
+    return notes
 
 
 def _read_transforms(path: Path) -> Capture:
@@ -220,22 +286,23 @@ def _read_transforms(path: Path) -> Capture:
         raise DatasetError(f'{path} has no list "frames". It must be a Nerfstudio transforms.json.')
     if not entries:
         raise DatasetError(f"{path} lists no frames: there are no images. Run `ns-process-data` again.")
-    problems: dict[str, list[str]] = {}
+    problems: list[str] = []
+    bad_entries: list[BadEntry] = []
     frames: list[Frame] = []
     for number, entry in enumerate(entries):
         try:
             frames.append(_frame(number, entry, meta, root, path))
         except DatasetError as error:
-            for sentence in error.problems:  # one sentence for what all frames lack
-                problems.setdefault(re.sub(r"frame \d+ \(.*?\)", "", sentence), []).append(sentence)
-    if problems:
-        raise DatasetError([_and_more(sentences) for sentences in problems.values()], root)
+            name = entry.get("file_path") if isinstance(entry, dict) else None
+            bad_entries.append(
+                BadEntry(f"frame {number}", str(error), root / name if isinstance(name, str) else None)
+            )
     for what in ("mask", "depth"):
         having = sum(getattr(f, what) is not None for f in frames)
         if 0 < having < len(frames):
             lacking = next(f for f in frames if getattr(f, what) is None)
             key = "mask_path" if what == "mask" else "depth_file_path"
-            raise DatasetError(
+            problems.append(
                 f"{path}: {having:,} of {len(frames):,} frames have a {key}, {lacking.name} has none. Give every frame "
                 "one, or none."
             )
@@ -243,17 +310,24 @@ def _read_transforms(path: Path) -> Capture:
     old_reconstruction = root / "colmap" / "sparse" / "0"
     applied = None
     if "applied_transform" in meta:
-        applied = _matrix(meta["applied_transform"], (3, 4), f"{path}: applied_transform")
+        with _collected(problems):
+            applied = _matrix(meta["applied_transform"], (3, 4), f"{path}: applied_transform")
+            if not _invertible(applied):
+                problems.append(
+                    f"{path}: applied_transform cannot be undone: its left 3x3 block has no inverse. Correct it there."
+                )
     elif old_reconstruction.is_dir():
         applied = kOldAppliedTransform.copy()
     seed, reconstruction = None, None
     if meta.get("ply_file_path"):
-        seed = _path(meta["ply_file_path"], root, f"{path}: ply_file_path")
-        if not seed.is_file():
-            raise DatasetError(
+        with _collected(problems):
+            seed = _path(meta["ply_file_path"], root, f"{path}: ply_file_path")
+        if seed is not None and not seed.is_file():
+            problems.append(
                 f"{seed} is missing, but {path.name} names it in ply_file_path. Restore it, or remove the entry to "
                 "start from random points."
             )
+            seed = None
     else:
         seed = next((root / name for name in kSeedNames if (root / name).is_file()), None)
         if seed is None and any((old_reconstruction / f"points3D{s}").is_file() for s in (".bin", ".txt")):
@@ -263,25 +337,29 @@ def _read_transforms(path: Path) -> Capture:
         listed = meta.get(f"{name}_filenames")
         if listed is not None:
             if not isinstance(listed, list):
-                raise DatasetError(f"{path}: {name}_filenames is no list of file names. Correct it there.")
-            split[name] = {_path(entry, root, f"{path}: an entry of {name}_filenames") for entry in listed}
-    known = {f.image for f in frames}
+                problems.append(f"{path}: {name}_filenames is no list of file names. Correct it there.")
+                continue
+            with _collected(problems):
+                split[name] = {
+                    _path(entry, root, f"{path}: an entry of {name}_filenames") for entry in listed
+                }
+    known = {f.image for f in frames} | {b.image for b in bad_entries}
     for name, members in split.items():
         unknown = sorted(shown(m, root) for m in members - known)
         if unknown:
-            raise DatasetError(
+            problems.append(
                 f"{path}: {name}_filenames names {unknown[0]}"
                 + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
                 + ", which no frame has. Correct the list."
             )
-    scale = _number(meta.get("applied_scale"), 1.0, f"{path}: applied_scale")
+    scale = 1.0
+    with _collected(problems):
+        scale = _number(meta.get("applied_scale"), 1.0, f"{path}: applied_scale")
     if not 0 < scale < math.inf:
-        raise DatasetError(
-            f"{path}: applied_scale is {scale:g}, expected a factor above 0. Correct it there."
-        )
+        problems.append(f"{path}: applied_scale is {scale:g}, expected a factor above 0. Correct it there.")
     orientation = meta.get("orientation_override")
     if orientation not in (None, *kOrientations):
-        raise DatasetError(
+        problems.append(
             f"{path}: orientation_override is {orientation!r}, expected one of {', '.join(kOrientations)}. Correct it "
             "there."
         )
@@ -296,13 +374,34 @@ def _read_transforms(path: Path) -> Capture:
         listed_split=split,
         seed_file=seed,
         seed_reconstruction=reconstruction,
+        bad_entries=bad_entries,
+        problems=problems,
     )
 
 
-def _and_more(sentences: list[str]) -> str:
-    return sentences[0] + (
-        f" The same goes for {len(sentences) - 1:,} more frames." if len(sentences) > 1 else ""
-    )
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    """Put a DatasetError on the list instead of ending there."""
+    try:
+        yield
+    except DatasetError as error:
+        problems.extend(error.problems)
+
+
+def merged(entries: list[BadEntry]) -> list[str]:
+    """One sentence for what all frames lack, instead of one a frame."""
+    groups: dict[str, list[str]] = {}
+    for entry in entries:
+        groups.setdefault(re.sub(r"frame \d+ \(.*?\)", "", entry.sentence), []).append(entry.sentence)
+    return [
+        sentences[0]
+        + (f" The same goes for {len(sentences) - 1:,} more frames." if len(sentences) > 1 else "")
+        for sentences in groups.values()
+    ]
+
+
+def _invertible(matrix: np.ndarray) -> bool:
+    return bool(np.isfinite(matrix).all() and abs(np.linalg.det(matrix[:, :3])) > 1e-12)
 
 
 def _matrix(value: Any, shape: tuple[int, int], where: str) -> np.ndarray:
@@ -359,6 +458,8 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         raise DatasetError(f"{path}: {label} ({name}) has no transform_matrix. Add it, or remove the frame.")
     pose = _matrix(entry["transform_matrix"], (4, 4), f"{path}: transform_matrix of {label} ({name})")
     image = root / name
+    if "\\" in name and not image.exists():  # written on Windows
+        image = root / name.replace("\\", "/")
     if not image.suffix and not image.exists():  # NeRF's synthetic scenes leave the suffix out
         image = next((p for p in (image.with_suffix(s) for s in (".png", ".jpg")) if p.exists()), image)
     width, height = value("w"), value("h")
@@ -384,22 +485,7 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         fx = 0.5 * width / math.tan(0.5 * angle)
     else:
         fx = number_of("fl_x")
-    given = value("distortion_params")
-    if given is not None:  # Nerfstudio's order: k1 k2 k3 k4 p1 p2
-        where = f"{path}: distortion_params of {label} ({name})"
-        if not isinstance(given, list) or len(given) > 6:
-            raise DatasetError(
-                f"{where} is {given!r}, expected a list of k1 k2 k3 k4 p1 p2. Correct it there."
-            )
-        k1, k2, k3, k4, p1, p2 = (*(_number(entry, 0.0, where) for entry in given), *[0.0] * 6)[:6]
-    else:
-        k1, k2, k3, k4, p1, p2 = (number_of(key, 0.0) for key in ("k1", "k2", "k3", "k4", "p1", "p2"))
-    if kLensNames[model] == "fisheye":
-        lens = Lens("fisheye", (k1, k2, k3, k4))
-    elif any((k1, k2, k3, k4, p1, p2)):
-        lens = Lens("opencv", (k1, k2, p1, p2, k3, k4))
-    else:
-        lens = Lens()
+    lens = _lens(kLensNames[model], value, number_of, path, f"{label} ({name})")
     mask, depth = entry.get("mask_path"), entry.get("depth_file_path")
     return Frame(
         name=name,
@@ -416,6 +502,31 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         cy=number_of("cy", height / 2),
         lens=lens,
     )
+
+
+def _lens(
+    kind: str, value: Callable[[str], Any], number_of: Callable[..., float], path: Path, who: str
+) -> Lens:
+    """The lens of a frame, from distortion_params (Nerfstudio's order: k1 k2 k3 k4 p1 p2) or k1, k2, ..."""
+    given, most = value("distortion_params"), kMostDistortion[kind]
+    where = f"{path}: distortion_params of {who}"
+    if kind == "fisheye624":
+        if not isinstance(given, list) or len(given) != most:
+            raise DatasetError(
+                f"{where} is {given!r}, expected a list of the 12 numbers k1..k6 p1 p2 s1..s4. Correct it there."
+            )
+        return Lens(kind, tuple(_number(entry, 0.0, where) for entry in given))
+    if given is not None:
+        if not isinstance(given, list) or len(given) > most:
+            raise DatasetError(
+                f"{where} is {given!r}, expected a list of k1 k2 k3 k4 p1 p2. Correct it there."
+            )
+        k1, k2, k3, k4, p1, p2 = (*(_number(entry, 0.0, where) for entry in given), *[0.0] * most)[:most]
+    else:
+        k1, k2, k3, k4, p1, p2 = (number_of(key, 0.0) for key in ("k1", "k2", "k3", "k4", "p1", "p2"))
+    if kind == "fisheye":
+        return Lens(kind, (k1, k2, k3, k4))
+    return Lens(kind, (k1, k2, p1, p2, k3, k4)) if any((k1, k2, k3, k4, p1, p2)) else Lens()
 
 
 def read_ply_points(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ns_mgpu_splat.data import images
+from ns_mgpu_splat.data.lens import Pinhole, why_no_pinhole
+
 if TYPE_CHECKING:
     from ns_mgpu_splat.data.capture import Capture, Frame
 
 Level = Literal["full", "sizes", "none"]
 
-kFixHint = (
-    "Restore the file, or leave such frames out with --pipeline.datamanager.dataparser.on-bad-image skip"
-)
-
+kSkip = "--pipeline.datamanager.on-bad-image skip"
+kFixHint = f"Restore the file, or leave such frames out with {kSkip}"
+kHeaderThreads = 16  # they wait for the disk, not for each other
 
 kFarthest = 1e12  # units from the origin: beyond, a single pose flattens all others
 
@@ -44,10 +46,14 @@ class DatasetError(Exception):
 
 @dataclass
 class BadFrame:
-    """One frame that cannot be used. `sentence` names its file and says what to do."""
+    """One frame that cannot be used. `sentence` names its file and says what to do.
+
+    files: only its files are bad; the camera is sound, and may still tell where the scene is.
+    """
 
     index: int
     sentence: str
+    files: bool = False
 
 
 def shown(path: Path, root: Path) -> str:
@@ -72,6 +78,11 @@ def check_pose(frame: Frame, source: Path) -> str | None:
             "any number here can follow. Remove the frame, or repair it."
         )
     rotation = pose[:3, :3]
+    if np.abs(pose[3] - (0, 0, 0, 1)).max() > 1e-6:
+        return (
+            f"{source.name}: the pose of {name} has {', '.join(f'{v:g}' for v in pose[3])} as its last row, expected "
+            "0, 0, 0, 1. It may be transposed: the position belongs in the last column."
+        )
     if np.linalg.det(rotation) < 0.5 or np.abs(rotation.T @ rotation - np.eye(3)).max() > 2e-2:
         return (
             f"{source.name}: the pose of {name} has no rotation in its upper left 3x3 block "
@@ -85,100 +96,169 @@ def check_pose(frame: Frame, source: Path) -> str | None:
         )
     if frame.width < 1 or frame.height < 1:
         return f"{source.name}: {name} has the image size {frame.width}x{frame.height}. Correct it there."
+    camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
+    reason = why_no_pinhole(camera, frame.lens)
+    if reason is not None:
+        coefficients = ", ".join(f"{c:g}" for c in frame.lens.coefficients)
+        return (
+            f"{source.name}: the distortion of {name} ({coefficients}) cannot be undone: the straightened picture would "
+            f"{reason}. Correct the coefficients, or undistort the images first."
+        )
     return None
 
 
-def check_image(frame: Frame, capture: Capture, decode: bool) -> str | None:
-    """Return what is wrong with a frame's image, mask or depth file, or None.
+def _similar(path: Path) -> Path | None:
+    """A file beside a missing one whose name differs in upper case or suffix only."""
+    try:
+        return next(
+            (p for p in sorted(path.parent.iterdir()) if p.stem.lower() == path.stem.lower() and p.is_file()),
+            None,
+        )
+    except OSError:
+        return None
 
-    Args:
-        frame: one frame; `frame.orientation` is set when the file's EXIF rotation makes its size fit.
-        decode: read all pixels; otherwise the header and the end of the file only.
+
+def check_header(frame: Frame, capture: Capture) -> list[str]:
+    """Return what the headers of a frame's image and mask say is wrong. Reads no pixels.
+
+    Sets `frame.orientation` (and the mask's) where EXIF's rotation makes the size fit, and `frame.has_alpha`.
     """
-    from ns_mgpu_splat.data import images
-
+    expected = (frame.width, frame.height)
     file = shown(frame.image, capture.root)
     where = f"{frame.label} of {capture.source.name}"
-    if not frame.image.is_file():
-        return f"{file} is missing, but {where} names it. {kFixHint}."
-    try:
-        info = images.probe(frame.image)
-    except images.ImageError as error:
-        return f"{file} cannot be read: {error}. {kFixHint}."
-    expected = (frame.width, frame.height)
-    if info.size != expected:
-        if info.turned_size == expected:
+    problems: list[str] = []
+    info = _header(frame.image, file, f"{where} names it", problems)
+    if info is not None:
+        frame.has_alpha = info.has_alpha
+        if info.size != expected and info.turned_size == expected:
             frame.orientation = info.orientation
-        else:
-            return (
-                f"{file} is {info.size[0]}x{info.size[1]}, but {where} says {expected[0]}x{expected[1]}. "
+        elif info.size != expected:
+            swapped = " Width and height look exchanged." if info.size == expected[::-1] else ""
+            problems.append(
+                f"{file} is {info.size[0]}x{info.size[1]}, but {where} says {expected[0]}x{expected[1]}.{swapped} "
                 "Rescale the image, or correct w and h there."
             )
-    frame.has_alpha = info.has_alpha
-    reason = images.why_unreadable(frame.image, decode)
-    if reason is not None:
-        return f"{file} cannot be read: {reason}. {kFixHint}."
     if frame.mask is not None:
         mask_file = shown(frame.mask, capture.root)
-        if not frame.mask.is_file():
-            return f"{mask_file} is missing, but {where} names it as the mask of {file}."
-        try:
-            mask_size = images.probe(frame.mask).size
-        except images.ImageError as error:
-            return f"{mask_file} cannot be read: {error}. {kFixHint}."
-        if mask_size != expected:
-            return (
-                f"{mask_file} is {mask_size[0]}x{mask_size[1]}, but its image {file} is "
+        info = _header(frame.mask, mask_file, f"{where} names it as the mask of {file}", problems)
+        if info is not None and info.size != expected and info.turned_size == expected:
+            frame.mask_orientation = info.orientation
+        elif info is not None and info.size != expected:
+            problems.append(
+                f"{mask_file} is {info.size[0]}x{info.size[1]}, but its image {file} is "
                 f"{expected[0]}x{expected[1]}. Rescale the mask."
             )
+    return problems
+
+
+def _header(path: Path, file: str, who: str, problems: list[str]) -> images.ImageInfo | None:
+    if not path.is_file():
+        similar = _similar(path)
+        hint = f"{similar.name} is there: rename it, or correct the name" if similar else kFixHint
+        what = "is a folder" if path.is_dir() else "is missing"
+        problems.append(f"{file} {what}, but {who}. {hint}.")
+        return None
+    try:
+        return images.probe(path)
+    except images.ImageError as error:
+        problems.append(f"{file} cannot be read: {error}. {kFixHint}.")
+    except OSError as error:
+        problems.append(f"{file} cannot be read: {error.strerror or error}. {kFixHint}.")
     return None
 
 
-def check_points(points: np.ndarray, source: Path) -> None:
-    """Raise DatasetError if a seed point (N, 3) is not finite."""
-    bad = ~np.isfinite(points).all(axis=1)
-    if bad.any():
-        raise DatasetError(
-            f"{source}: {int(bad.sum()):,} of {len(points):,} points have NaN or infinite coordinates, the first is "
-            f"point {int(bad.argmax()):,}. Remove them from the file."
-        )
+def check_pixels(frame: Frame, capture: Capture, decode: bool) -> list[str]:
+    """Return what is wrong with the pixels of a frame whose headers are sound.
+
+    Args:
+        decode: read all of them, and set `frame.has_alpha` to whether any is not opaque. Otherwise only look at the end
+            of the files.
+    """
+    problems = []
+    for path in (frame.image, frame.mask):
+        if path is None:
+            continue
+        try:
+            if decode:
+                pixels = images.decoded(path)
+                if path is frame.image:
+                    frame.has_alpha = pixels.shape[2] == 4
+                continue
+            reason = images.why_unreadable(path, False)
+        except images.ImageError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason is not None:
+            problems.append(f"{shown(path, capture.root)} cannot be read: {reason}. {kFixHint}.")
+    return problems
+
+
+def usable_points(points: np.ndarray) -> np.ndarray:
+    """Which seed points (N, 3) can be used, (N,) bool: finite, and not farther than any number here can follow."""
+    with np.errstate(invalid="ignore"):
+        return (np.abs(points) <= kFarthest).all(axis=1)
+
+
+def check_points(points: np.ndarray, source: Path) -> str | None:
+    """Return what is wrong with seed points (N, 3), or None."""
+    bad = ~usable_points(points)
+    if not bad.any():
+        return None
+    first = points[int(bad.argmax())]
+    return (
+        f"{source}: {int(bad.sum()):,} of {len(points):,} points have NaN, infinite or absurd coordinates, the first is "
+        f"point {int(bad.argmax()):,} at {', '.join(f'{v:g}' for v in first)}. Remove them from the file, or leave them "
+        f"out with {kSkip}."
+    )
 
 
 def find_bad_frames(
-    capture: Capture, level: Level, progress: Callable[[int, int], None] | None = None, workers: int = 2
+    capture: Capture,
+    level: Level,
+    progress: Callable[[str, int, int], None] | None = None,
+    workers: int = 2,
 ) -> list[BadFrame]:
-    """Check all frames of a capture.
+    """Check all frames of a capture: poses, then all headers, then the pixels of what is sound so far.
 
     Args:
         capture: as read by `read_capture`.
         level: "full" reads every pixel of every image, as training will; "sizes" reads headers; "none" only
             looks at poses and intrinsics.
-        progress: called with (done, total) now and then.
-        workers: threads that read image files.
-    Returns: the bad frames, in order.
+        progress: called with (what is done, done, total) after each file.
+        workers: threads that decode.
+    Returns: what is wrong, in the order of the frames; a frame may be in it more than once.
     """
     bad: list[BadFrame] = []
-    sound: list[int] = []
     first_of: dict[Path, Frame] = {}
+    everything = list(range(len(capture.frames)))
     for index, frame in enumerate(capture.frames):
         first = first_of.setdefault(frame.image, frame)
         if first is not frame:  # one copy could be held out and the other trained on
-            sentence: str | None = (
-                f"{capture.source.name}: {frame.label} and {first.label} are the same photograph, {frame.name}. "
-                "Remove one of them."
+            bad.append(
+                BadFrame(
+                    index,
+                    f"{capture.source.name}: {frame.label} and {first.label} are the same photograph, {frame.name}. "
+                    "Remove one of them.",
+                )
             )
-        else:
-            sentence = check_pose(frame, capture.source)
-        if sentence is None:
-            sound.append(index)
-        else:
+        sentence = check_pose(frame, capture.source)
+        if sentence is not None:
             bad.append(BadFrame(index, sentence))
-    if level != "none":
-        with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-images") as pool:
-            results = pool.map(lambda i: check_image(capture.frames[i], capture, level == "full"), sound)
-            for done, (index, sentence) in enumerate(zip(sound, results, strict=True)):
-                if sentence is not None:
-                    bad.append(BadFrame(index, sentence))
+
+    def each(what: str, threads: int, members: list[int], check: Callable[[Frame], list[str]]) -> None:
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="check-images") as pool:
+            results = pool.map(lambda i: check(capture.frames[i]), members)
+            for done, (index, sentences) in enumerate(zip(members, results, strict=True)):
+                bad.extend(BadFrame(index, sentence, files=True) for sentence in sentences)
                 if progress is not None:
-                    progress(done + 1, len(sound))
+                    progress(what, done + 1, len(members))
+
+    if level != "none":
+        each("Checking image headers", kHeaderThreads, everything, lambda f: check_header(f, capture))
+        spoiled = {b.index for b in bad}
+        sound = [i for i in everything if i not in spoiled]
+        decode = level == "full"
+        what = "Decoding all images once" if decode else "Checking the ends of image files"
+        each(what, workers, sound, lambda f: check_pixels(f, capture, decode))
     return sorted(bad, key=lambda b: b.index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read photographs as uint8, whatever they are stored as, and keep a bounded number of bytes of them in memory.
+"""Read photographs as uint8, whatever they are stored as.
 
 Grey, palette, CMYK, 16-bit and float images become 8-bit RGB; alpha is kept when it says something. Rescaling uses
 an area filter, in memory: no `images_2` folder. Lens distortion is removed while reading, after the rescaling.
@@ -7,22 +7,23 @@ an area filter, in memory: no `images_2` folder. Lens distortion is removed whil
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ns_mgpu_splat.data.lens import Lens, Pinhole, premultiplied, undistort, unmultiplied
+from ns_mgpu_splat.data.memory import available_memory, shown_bytes
 
 kExifOrientation = 0x0112
 # A JPEG ends with the marker FF D9; cameras append padding or thumbnails behind it, rarely more than this.
 kTailBytes = 1 << 16
+kEndings = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+kPlanar = 2  # TIFF's PlanarConfiguration: one plane a channel, which Pillow reads wrong beyond 8 bits
+kDecodedBytes = 8  # a pixel, while decoding: Pillow's 4 and ours
+kSmall = 256 << 20  # bytes; smaller images are decoded without asking whether there is memory
 kSixteenBitStep = 257  # 65535 / 255: exact, unlike dropping the low byte
 
 Image.MAX_IMAGE_PIXELS = None  # an orthophoto of a gigapixel is no attack
@@ -48,12 +49,32 @@ class ImageInfo:
 
 def _open(path: Path) -> Image.Image:
     try:
-        return Image.open(path)
+        image = Image.open(path)
     except UnidentifiedImageError:
         kind = "it is empty" if path.stat().st_size == 0 else "its format is not a known image format"
         raise ImageError(kind) from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, struct.error) as error:
         raise ImageError(_reason(error)) from None
+    reason = _why_unsupported(image)
+    if reason is not None:
+        image.close()
+        raise ImageError(reason)
+    return image
+
+
+def _why_unsupported(image: Image.Image) -> str | None:
+    if image.mode == "LAB":
+        return "its colours are CIE L*a*b*. Save it as RGB"
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(284) == kPlanar and max(np.atleast_1d(tags.get(258, 8))) > 8:
+        return "it is a TIFF of 16 bits stored plane by plane. Save it as PNG"
+    need = image.width * image.height * kDecodedBytes
+    if need > kSmall and need > available_memory():
+        return (
+            f"it has {image.width}x{image.height} pixels, which take {shown_bytes(need)} of memory to decode; "
+            f"{shown_bytes(available_memory())} is free"
+        )
+    return None
 
 
 def _reason(error: Exception) -> str:
@@ -66,7 +87,7 @@ def probe(path: Path) -> ImageInfo:
     with _open(path) as image:
         has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
         # for PNG, getexif() decodes all pixels unless the chunk came first
-        has_exif = image.format in ("JPEG", "TIFF") or "exif" in image.info
+        has_exif = image.format in ("JPEG", "MPO", "TIFF") or "exif" in image.info
         orientation = image.getexif().get(kExifOrientation, 1) if has_exif else 1
         return ImageInfo(image.size, has_alpha, orientation if orientation in range(1, 9) else 1)
 
@@ -79,21 +100,35 @@ def why_unreadable(path: Path, decode: bool) -> str | None:
             that stopped but not a flipped bit.
     """
     try:
+        if decode:
+            decoded(path)
+            return None
         with _open(path) as image:
-            if decode:
-                image.load()
-                return None
-            ending = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}.get(image.format or "")
+            ending = kEndings.get(image.format or "")
     except ImageError as error:
         return str(error)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return _reason(error)
     if ending is None:
         return None
     with path.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - kTailBytes))
         return None if ending in file.read() else "it is cut short"
+
+
+def decoded(path: Path, upright: bool = False) -> np.ndarray:
+    """The pixels of an image file as (H, W, 3 or 4) uint8 (`to_uint8`).
+
+    Args:
+        upright: undo the rotation that EXIF tells.
+    Raises: ImageError, without the file's name.
+    """
+    try:
+        with _open(path) as image:
+            return to_uint8(ImageOps.exif_transpose(image) if upright else image)
+    except MemoryError:
+        raise ImageError("memory ran out while it was decoded") from None
+    except (OSError, SyntaxError, ValueError, TypeError, EOFError, struct.error) as error:
+        raise ImageError(_reason(error)) from None
 
 
 def to_uint8(image: Image.Image) -> np.ndarray:
@@ -132,98 +167,37 @@ class ImageSource:
     camera: Pinhole  # as distorted by `lens`, at the final size
     lens: Lens
     orientation: int = 1  # EXIF rotation to undo; 1: leave as stored
+    mask_orientation: int = 1  # the same of the mask
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the image (H, W, 3 or 4) uint8 and the mask (H, W, 1) bool or None. Raises ImageError."""
-        pixels = self._read(self.image)
+        pixels = self._read(self.image, self.orientation)
         pixels = area_resize(pixels, self.camera.width, self.camera.height)
         pixels = np.ascontiguousarray(undistort(pixels, self.camera, self.lens))
         if self.mask is None:
             return pixels, None
         import cv2
 
-        mask = np.ascontiguousarray(self._read(self.mask)[..., :3].max(axis=2))
+        mask = self._read_mask(self.mask)
         size = (self.camera.width, self.camera.height)
         if mask.shape != size[::-1]:
             mask = cv2.resize(mask, size, interpolation=cv2.INTER_NEAREST)
         mask = undistort(mask[..., None], self.camera, self.lens, nearest=True)
         return pixels, mask > 0
 
-    def _read(self, path: Path) -> np.ndarray:
+    def _read_mask(self, path: Path) -> np.ndarray:
+        """(H, W) uint8, 0 where a pixel does not count: black; in JPEG files, which blur, the darker half."""
+        pixels = self._read(path, self.mask_orientation)
+        mask = np.ascontiguousarray(pixels[..., :3].max(axis=2))
+        with _open(path) as image:
+            lossy = image.format in ("JPEG", "MPO")
+        return (mask > 127).astype(np.uint8) if lossy else mask
+
+    @staticmethod
+    def _read(path: Path, orientation: int) -> np.ndarray:
         try:
-            with _open(path) as image:
-                return to_uint8(ImageOps.exif_transpose(image) if self.orientation != 1 else image)
+            return decoded(path, upright=orientation != 1)
         except ImageError as error:
-            raise ImageError(f"{path} cannot be read: {error}") from None
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ImageError(f"{path} cannot be read: {_reason(error)}") from None
-
-
-Value = TypeVar("Value")
-
-
-class BoundedCache(Generic[Value]):
-    """Values by index, read by a few threads ahead of use, the least recently used dropped beyond a byte limit.
-
-    Args:
-        load: makes the value of an index; called from worker threads.
-        size: bytes of a value.
-        limit: bytes to keep; at least one value is always kept.
-        workers: threads.
-    """
-
-    def __init__(
-        self, load: Callable[[int], Value], size: Callable[[Value], int], limit: int, workers: int = 2
-    ) -> None:
-        self._load, self._size, self.limit = load, size, limit
-        self._ready: OrderedDict[int, Value] = OrderedDict()
-        self._coming: dict[int, Future[Value]] = {}
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="read-images")
-        self.bytes = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a BoundedCache belongs to one process")
-
-    def prefetch(self, indices: Iterable[int]) -> None:
-        """Start reading these, unless they are there or on their way."""
-        with self._lock:
-            for index in indices:
-                if index not in self._ready and index not in self._coming:
-                    self._coming[index] = self._pool.submit(self._load, index)
-
-    def ready(self, index: int) -> Value | None:
-        """Return a value if it is there or has just come, without waiting. Errors of `load` are raised here."""
-        with self._lock:
-            if index in self._ready:
-                return self._ready[index]
-            future = self._coming.get(index)
-        return self.get(index) if future is not None and future.done() else None
-
-    def get(self, index: int) -> Value:
-        """Return a value, waiting for it if need be. Errors of `load` are raised here."""
-        with self._lock:
-            if index in self._ready:
-                self._ready.move_to_end(index)
-                return self._ready[index]
-            future = self._coming.get(index)
-            if future is None:
-                future = self._coming[index] = self._pool.submit(self._load, index)
-        try:
-            value = future.result()
-        finally:
-            with self._lock:
-                self._coming.pop(index, None)
-        with self._lock:
-            if index not in self._ready:
-                self._ready[index] = value
-                self.bytes += self._size(value)
-            self._ready.move_to_end(index)
-            while self.bytes > self.limit and len(self._ready) > 1:
-                _, dropped = self._ready.popitem(last=False)
-                self.bytes -= self._size(dropped)
-        return value
-
-    def close(self) -> None:
-        """Stop the threads; values stay readable."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            raise ImageError(f"{path} cannot be read: {error}.") from None
+        except OSError as error:
+            raise ImageError(f"{path} cannot be read: {_reason(error)}.") from None

@@ -8,6 +8,9 @@ from nerfstudio.plugins.types import MethodSpecification
 
 from ns_mgpu_splat.nerfstudio.schedule import ColumnRateConfig, DecayConfig
 from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainerConfig
+from ns_mgpu_splat.quiet import hide_future_warnings
+
+hide_future_warnings()
 
 
 def _column(rate: float, final: float | None = None) -> dict[str, object]:

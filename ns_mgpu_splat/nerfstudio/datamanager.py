@@ -9,7 +9,7 @@ device of the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,12 +28,15 @@ from nerfstudio.data.datasets.base_dataset import InputDataset
 from torch.nn import Parameter
 from tyro.conf import Suppress
 
+from ns_mgpu_splat.data.cache import BoundedCache
 from ns_mgpu_splat.data.checks import DatasetError, Level
-from ns_mgpu_splat.data.images import BoundedCache, ImageSource
+from ns_mgpu_splat.data.images import ImageSource
+from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
-from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed
+from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed, kAhead
 
-kReadAhead = 4  # images; two threads decode a 12-megapixel JPEG in about 0.1 s
+kMostThreads = 16  # that decode by themselves: beyond, memory and disk are the limit
+kAheadShare = 4  # at most this part of the image cache is on its way
 
 
 @dataclass
@@ -46,14 +49,17 @@ class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
     """Folder of the capture; --data sets it."""
     dataparser: MgpuSplatDataParserConfig = field(default_factory=MgpuSplatDataParserConfig)  # type: ignore[assignment]
     """How the folder is read: down-scaling, held-out images, orientation, seed points."""
-    image_cache_gib: float = 8.0
-    """Host memory for decoded images in GiB, at most half of the machine's. Images beyond it are read again when their
-    turn comes: lower it when the machine swaps, raise it when the disk is slow."""
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    """What to do about images that are missing, damaged or of the wrong size, and poses that are none: "stop" lists all of
+    them and ends before training; "skip" lists them and goes on without."""
+    image_cache_gib: float | None = None
+    """Host memory for decoded images in GiB. None takes half of what is free when training starts. Images beyond it are
+    read again when their turn comes: lower it when the machine swaps, raise it when steps wait for a slow disk."""
     device_cache_gib: float = 4.0
     """Memory of the device for training images in GiB, at most an eighth of what is free when training starts. If all fit,
     they are copied there once; if not, each is copied a little ahead of its use."""
-    max_thread_workers: int | None = 2
-    """Threads that decode images ahead of use. Raise it when steps wait for images; None takes one a core."""
+    max_thread_workers: int | None = None
+    """Threads that decode images ahead of use; None takes one a core, at most 16. Raise it when steps wait for images."""
     train_cameras_sampling_seed: int = 42
     """Seed of the order in which training images are drawn; every image is seen once an epoch."""
 
@@ -78,7 +84,9 @@ class Picture:
 
     @property
     def nbytes(self) -> int:
-        return self.image.nbytes + (self.mask.nbytes if self.mask is not None else 0)
+        """Bytes of memory; torch rounds pinned memory up to a power of two."""
+        parts = [self.image, *([self.mask] if self.mask is not None else [])]
+        return sum(1 << (t.nbytes - 1).bit_length() if t.is_pinned() else t.nbytes for t in parts)
 
 
 def read_picture(source: ImageSource) -> Picture:
@@ -93,15 +101,35 @@ def read_picture(source: ImageSource) -> Picture:
 
 
 class SplatDataset(InputDataset):
-    """Images of a split; items are what Nerfstudio's viewer and tools expect, `picture` is what training uses."""
+    """Images of a split; items are what Nerfstudio's viewer and tools expect, `picture` is what training uses.
+
+    Attributes:
+        largest, total: bytes of the largest image and of all, decoded, with their masks.
+        ahead: how many images may be on their way.
+    """
 
     exclude_batch_keys_from_device = ["image", "mask"]  # noqa: RUF012 - Nerfstudio's type
 
-    def __init__(self, outputs: DataparserOutputs, cache_bytes: int, workers: int) -> None:
+    def __init__(
+        self,
+        outputs: DataparserOutputs,
+        cache_bytes: int,
+        workers: int,
+        next_use: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
         super().__init__(outputs)
         sources: list[ImageSource] = outputs.metadata["sources"]
+        pixels = [s.camera.width * s.camera.height for s in sources]
+        channels = 3 + bool(outputs.metadata.get("has_alpha")) + any(s.mask is not None for s in sources)
+        self.largest, self.total = max(pixels, default=0) * channels, sum(pixels) * channels
+        # two a thread on their way, unless they are so large that they would fill the cache
+        self.ahead = max(1, min(2 * workers, cache_bytes // (kAheadShare * max(1, self.largest))))
         self.pictures: BoundedCache[Picture] = BoundedCache(
-            lambda index: read_picture(sources[index]), lambda picture: picture.nbytes, cache_bytes, workers
+            lambda index: read_picture(sources[index]),
+            lambda picture: picture.nbytes,
+            max(0, cache_bytes - self.ahead * self.largest),
+            workers,
+            next_use,
         )
 
     def picture(self, index: int) -> Picture:
@@ -197,6 +225,10 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         self.dataparser = config.dataparser.setup()
         self.dataparser.level = levels[test_mode]
         self.dataparser.want_points = test_mode == "val"
+        self.dataparser.skip = config.on_bad_image == "skip"
+        self.dataparser.workers = self._workers()
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._place = (0, 0)  # epoch and place in it of the step in progress
         self.includes_time = False
         try:
             self.train_dataparser_outputs = self.dataparser.get_dataparser_outputs(split="train")
@@ -205,34 +237,49 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         except DatasetError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
-        self._order: tuple[int, np.ndarray] | None = None
         self._feed: ImageFeed | None = None
         self._next_eval = 0
         DataManager.__init__(self)
 
     def _workers(self) -> int:
-        return self.config.max_thread_workers or os.cpu_count() or 1
+        return self.config.max_thread_workers or min(kMostThreads, len(os.sched_getaffinity(0)))
 
-    def _cache_bytes(self) -> int:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(min(self.config.image_cache_gib * 2**30, memory / 2))
+    @cached_property
+    def cache_bytes(self) -> int:
+        """Host memory for decoded images, of training and held-out ones together."""
+        wanted = self.config.image_cache_gib
+        free = available_memory()
+        return free // 2 if wanted is None else int(min(wanted * 2**30, free))
 
     def create_train_dataset(self) -> SplatDataset:
         """The images to train on, with most of the cache."""
-        return SplatDataset(self.train_dataparser_outputs, self._cache_bytes() * 7 // 8, self._workers())
+        outputs, workers = self.train_dataparser_outputs, self._workers()
+        return SplatDataset(outputs, self.cache_bytes * 7 // 8, workers, self._next_use)
 
     def create_eval_dataset(self) -> SplatDataset:
         """The held-out images, with the rest of the cache."""
         outputs = self.dataparser.get_dataparser_outputs(split=self.test_split)
-        return SplatDataset(outputs, self._cache_bytes() // 8, self._workers())
+        return SplatDataset(outputs, self.cache_bytes // 8, self._workers())
 
     def train_index(self, step: int) -> int:
         """Which training image a step sees."""
         epoch, place = divmod(step, len(self.train_dataset))
-        if self._order is None or self._order[0] != epoch:
+        return int(self._order(epoch)[0][place])
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The images of an epoch in their order, and the place of each image in it; of three epochs, kept."""
+        found = self._orders.get(epoch)
+        if found is None:
             order = epoch_order(self.config.train_cameras_sampling_seed, epoch, len(self.train_dataset))
-            self._order = (epoch, order)
-        return int(self._order[1][place])
+            self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1}
+            found = self._orders[epoch] = (order, np.argsort(order))
+        return found
+
+    def _next_use(self, indices: np.ndarray) -> np.ndarray:
+        """In how many places, counted from the beginning of this epoch, each training image is wanted next."""
+        epoch, place = self._place
+        now = self._order(epoch)[1][indices]
+        return np.where(now > place, now, len(self.train_dataset) + self._order(epoch + 1)[1][indices])
 
     def next_train(self, step: int) -> tuple[Cameras, dict[str, Any]]:
         """The camera (on the host) and the image (uint8, on the model's device) of a step."""
@@ -248,17 +295,24 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         """The image and mask of a step, on the model's device; those of the next steps are on their way."""
         if self._feed is None:
             self._feed = self._new_feed()
-        ahead = range(step + 1, step + 1 + min(kReadAhead, len(self.train_dataset) - 1))
+        self._place = divmod(step, len(self.train_dataset))
+        ahead = range(step + 1, step + 1 + min(self.train_dataset.ahead, len(self.train_dataset) - 1))
         return self._feed.get(self.train_index(step), [self.train_index(s) for s in ahead])
 
     def _new_feed(self) -> ImageFeed:
-        cameras = self.train_dataset.cameras
-        channels = 3 + bool(self.train_dataset.metadata.get("has_alpha"))
-        total = int((cameras.width.long() * cameras.height.long()).sum()) * (channels + 1)
+        data = self.train_dataset
+        return ImageFeed(data.pictures, data.total, self._device_limit(), self.device)
+
+    def _device_limit(self) -> int:
         limit = self.config.device_cache_gib * 2**30
         if torch.device(self.device).type == "mgpu":
             limit = min(limit, torch.mgpu.mem_get_info()[0] / 8)  # type: ignore[attr-defined]
-        return ImageFeed(self.train_dataset.pictures, total, int(limit), self.device)
+        return int(limit)
+
+    def device_bytes(self) -> int:
+        """Memory of the device that training images will take: all of them where they fit, else those on their way."""
+        data = self.train_dataset
+        return data.total if data.total <= self._device_limit() else (kAhead + 1) * data.largest
 
     def next_eval(self, step: int) -> tuple[Cameras, dict[str, Any]]:
         """The next held-out camera and image, in turn."""

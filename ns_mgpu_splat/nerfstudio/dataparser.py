@@ -7,7 +7,10 @@ here are already those of the rescaled, undistorted images.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +23,12 @@ from nerfstudio.data.dataparsers.base_dataparser import DataParser, DataParserCo
 from nerfstudio.data.scene_box import SceneBox
 from nerfstudio.plugins.registry_dataparser import DataParserSpecification
 from nerfstudio.utils.rich_utils import CONSOLE
-from rich.progress import Progress
+from rich.markup import escape
+from rich.progress import Progress, TaskID
 from tyro.conf import Suppress
 
-from ns_mgpu_splat.data.capture import Capture, Frame, read_capture
-from ns_mgpu_splat.data.checks import DatasetError, Level, find_bad_frames
+from ns_mgpu_splat.data.capture import Capture, Frame, merged, read_capture
+from ns_mgpu_splat.data.checks import DatasetError, Level, check_points, find_bad_frames, usable_points
 from ns_mgpu_splat.data.images import ImageSource
 from ns_mgpu_splat.data.lens import Pinhole, undistorted_pinhole
 
@@ -70,13 +74,10 @@ class MgpuSplatDataParserConfig(DataParserConfig):
     """Folder of the reconstruction, below the data folder. None: sparse/0, sparse, colmap/sparse/0, whichever is
     there. Give it to use the reconstruction of a folder that also has a transforms.json."""
     masks_path: Path | None = None
-    """Folder of masks of a COLMAP capture, below the data folder: PNG files named as the images, black where a pixel
+    """Folder of masks of a COLMAP capture, below the data folder: for a.jpg a file a.jpg.png or a.png, black where a pixel
     shall not count. Nerfstudio folders name masks in transforms.json."""
     depth_unit_scale_factor: float = 1e-3
     """Metres in one unit of the depth maps' integers. Depth maps are passed on, not trained on."""
-    on_bad_image: Literal["stop", "skip"] = "stop"
-    """What to do about images that are missing, damaged or of the wrong size: "stop" lists all of them and ends before
-    training; "skip" lists them and goes on without."""
     num_random_points: int = 50_000
     """Points to start from where the capture has none; drawn inside what the cameras see."""
     seed_points: bool = True
@@ -92,13 +93,20 @@ class MgpuSplatDataParser(DataParser):
     Attributes:
         level: how much of the image files to look at; the datamanager sets it.
         want_points: read seed points; the datamanager switches it off where nothing is trained.
+        skip: leave frames out that cannot be used, and say which, instead of ending; the datamanager sets it.
+        workers: threads that decode images for the check.
     """
 
     config: MgpuSplatDataParserConfig
     level: Level = "none"
     want_points: bool = True
+    skip: bool = False
+    workers: int = 2
     downscale_factor: int | None = None  # ns tools set it; the config counts
     _capture: Capture | None = None
+    # images that cannot be read: their cameras still count for world and split, so that tools, which do not look at the
+    # images, have the same world and split as the training had
+    _fileless: frozenset[Path] | set[Path] = frozenset()
     _points: tuple[np.ndarray, np.ndarray] | None = None
 
     def _generate_dataparser_outputs(self, split: str = "train", **kwargs: Any) -> DataparserOutputs:
@@ -109,7 +117,9 @@ class MgpuSplatDataParser(DataParser):
         transform, scale = self._world(frames, capture)
         members = split_members(capture, self.config, split)
         factor = 1 if self.config.downscale_factor is None else self.config.downscale_factor
-        chosen = [frames[i] for i in members]
+        chosen = [frames[i] for i in members if frames[i].image not in self._fileless]
+        if split == "train" and not chosen:
+            raise DatasetError(f"{capture.source}: all images to train on are bad; they are listed above.")
         sources = [image_source(frame, int(factor)) for frame in chosen]
         cameras = self._cameras([self._pose(f, transform, scale) for f in chosen], sources)
         box = self.config.scene_scale
@@ -126,16 +136,13 @@ class MgpuSplatDataParser(DataParser):
             metadata["points3D_xyz"], metadata["points3D_rgb"] = self._seeds(
                 capture, transform, scale, cameras, metadata["camera_extent"]
             )
-        original = transform
-        if capture.applied_transform is not None:
-            original = transform @ np.vstack([capture.applied_transform, [0, 0, 0, 1.0]])
-        return DataparserOutputs(
+        return WorldOutputs(
             image_filenames=[f.image for f in chosen],
             cameras=cameras,
             scene_box=SceneBox(aabb=torch.tensor([[-box] * 3, [box] * 3], dtype=torch.float32)),
             mask_filenames=[f.mask for f in chosen if f.mask is not None] or None,
             dataparser_scale=scale * capture.applied_scale,
-            dataparser_transform=torch.from_numpy(original.astype(np.float32)),
+            dataparser_transform=torch.from_numpy(from_original_world(transform, capture)),
             metadata=metadata,
         )
 
@@ -148,27 +155,54 @@ class MgpuSplatDataParser(DataParser):
         level = self.level
         if level == "full" and sum(f.width * f.height for f in capture.frames) > kDecodePixels:
             level = "sizes"
-        with Progress(transient=True, console=CONSOLE) as progress:
-            task = progress.add_task(
-                "Checking images", total=len(capture.frames), visible=len(capture.frames) > 50
-            )
-            bad = find_bad_frames(capture, level, lambda done, _: progress.update(task, completed=done))
-        if bad and config.on_bad_image == "stop":
-            raise DatasetError([b.sentence for b in bad], capture.root)
-        if bad:
-            CONSOLE.print(
-                f"[bold yellow]{len(bad):,} of {len(capture.frames):,} frames are left out:[/bold yellow]"
-            )
-            for b in bad:
-                CONSOLE.print(f"  - {b.sentence}", markup=False, highlight=False)
-            dropped = {b.index for b in bad}
-            capture.frames = [f for i, f in enumerate(capture.frames) if i not in dropped]
-            if not capture.frames:
+        with _check_progress() as progress:
+            bad = find_bad_frames(capture, level, progress, self.workers)
+        unusable = merged(capture.bad_entries) + [b.sentence for b in bad]
+        general, cloud = list(capture.problems), None
+        if self.want_points and config.seed_points:
+            cloud = self._read_points(capture, general)
+        if general or ((unusable or cloud) and not self.skip):
+            raise DatasetError([*general, *unusable, *([cloud] if cloud else [])], capture.root)
+        if unusable:
+            left_out = len(capture.bad_entries) + len({b.index for b in bad})
+            total = len(capture.bad_entries) + len(capture.frames)
+            if left_out == total:
                 raise DatasetError(
-                    f"No usable image is left in {capture.root}: all {len(bad):,} frames are bad."
+                    [f"No usable image is left: all {total:,} frames are bad.", *unusable], capture.root
                 )
+            lost = {b.index for b in bad if not b.files}
+            self._fileless = {capture.frames[b.index].image for b in bad if b.files}
+            capture.frames = [f for i, f in enumerate(capture.frames) if i not in lost]
+            CONSOLE.print(f"[bold yellow]{left_out:,} of {total:,} frames are left out:[/bold yellow]")
+            for sentence in unusable:
+                CONSOLE.print(f"  - {sentence}", markup=False, highlight=False)
+        for note in capture.notes:
+            CONSOLE.print(f"[yellow]{escape(note)}", highlight=False)
         self._capture = capture
         return capture
+
+    def _read_points(self, capture: Capture, problems: list[str]) -> str | None:
+        """Read the seed points once; what is wrong with the file goes to `problems`, with single points is returned."""
+        try:
+            found = capture.read_points()
+        except DatasetError as error:
+            problems.extend(error.problems)
+            return None
+        if found is None:
+            return None
+        xyz, rgb, path = found
+        sentence = check_points(xyz, path)
+        if sentence is not None:
+            usable = usable_points(xyz)
+            xyz, rgb = xyz[usable], rgb[usable]
+            if self.skip:
+                CONSOLE.print(
+                    f"[bold yellow]{len(usable) - len(xyz):,} of {len(usable):,} seed points are left out:[/bold yellow]"
+                )
+                CONSOLE.print(f"  - {sentence}", markup=False, highlight=False)
+        if len(xyz):
+            self._points = (xyz, rgb)
+        return sentence
 
     def _world(self, frames: list[Frame], capture: Capture) -> tuple[np.ndarray, float]:
         """The (3, 4) transform from the frames' world to the model's, before scaling, and the scale."""
@@ -224,18 +258,79 @@ class MgpuSplatDataParser(DataParser):
     def _seeds(
         self, capture: Capture, transform: np.ndarray, scale: float, cameras: Cameras, extent: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = capture.read_points() if self.config.seed_points else None
-        if found is not None:
-            xyz = (found[0] @ transform[:, :3].T + transform[:, 3]) * scale
-            return torch.from_numpy(xyz.astype(np.float32)), torch.from_numpy(found[1])
+        if self._points is not None:
+            (xyz, rgb), self._points = self._points, None  # wanted once; a city has a hundred million
+            near = (xyz @ transform[:, :3].T + transform[:, 3]) * scale
+            return torch.from_numpy(near.astype(np.float32)), torch.from_numpy(rgb)
         count = self.config.num_random_points
         why = (
             "seed points are switched off"
             if not self.config.seed_points
             else f"{capture.root} has no seed points"
         )
-        CONSOLE.print(f"[bold yellow]{why}: starting from {count:,} random points in what the cameras see.")
+        CONSOLE.print(
+            f"[bold yellow]{escape(why)}: starting from {count:,} random points in what the cameras see."
+        )
         return random_points(cameras, count, extent)
+
+
+@dataclass
+class WorldOutputs(DataparserOutputs):
+    """Nerfstudio's outputs with a `dataparser_transform` in float64, so that the way back to the world is exact.
+
+    A position x of the capture's original world lies at `scale * (transform[:, :3] @ x + transform[:, 3])`.
+    """
+
+    def save_dataparser_transform(self, path: Path) -> None:
+        """Write Nerfstudio's JSON file, with every digit, and the point of the world that became the origin."""
+        transform = self.dataparser_transform.double().numpy()
+        data = {
+            "transform": transform.tolist(),
+            "scale": float(self.dataparser_scale),
+            "offset": (-np.linalg.solve(transform[:, :3], transform[:, 3])).tolist(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=4), encoding="utf-8")
+
+    def transform_poses_to_original_space(
+        self, poses: torch.Tensor, camera_convention: Literal["opengl", "opencv"] = "opencv"
+    ) -> torch.Tensor:
+        """Poses (N, 3, 4) of the model's world in the capture's, float64."""
+        return super().transform_poses_to_original_space(poses.cpu().double(), camera_convention)
+
+
+def from_original_world(transform: np.ndarray, capture: Capture) -> np.ndarray:
+    """The (3, 4) float64 transform from the world before `applied_transform` and `applied_scale` to the model's.
+
+    Args:
+        transform: (3, 4), from the frames' world, before scaling. The result is before scaling by both scales.
+    """
+    result = transform.astype(np.float64)
+    result[:, 3] /= capture.applied_scale
+    if capture.applied_transform is not None:
+        result = result @ np.vstack([capture.applied_transform, [0, 0, 0, 1.0]])
+    return result
+
+
+@contextmanager
+def _check_progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Bars of what is checked, one after the other; none where nobody looks."""
+    if not CONSOLE.is_terminal:
+        yield None
+        return
+    with Progress(transient=True, console=CONSOLE) as bars:
+        task: TaskID | None = None
+        shown = ""
+
+        def progress(what: str, done: int, total: int) -> None:
+            nonlocal task, shown
+            if what != shown:
+                if task is not None:
+                    bars.remove_task(task)
+                task, shown = bars.add_task(what, total=total), what
+            bars.update(task, completed=done)  # type: ignore[arg-type]
+
+        yield progress
 
 
 def check_options(config: MgpuSplatDataParserConfig) -> None:
@@ -257,7 +352,7 @@ def image_source(frame: Frame, factor: int) -> ImageSource:
     """How to read a frame's image at 1/factor of its size."""
     camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
     camera = camera.scaled(max(1, frame.width // factor), max(1, frame.height // factor))
-    return ImageSource(frame.image, frame.mask, camera, frame.lens, frame.orientation)
+    return ImageSource(frame.image, frame.mask, camera, frame.lens, frame.orientation, frame.mask_orientation)
 
 
 def camera_extent(positions: np.ndarray) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ns_mgpu_splat.data.images import BoundedCache
+    from ns_mgpu_splat.data.cache import BoundedCache
     from ns_mgpu_splat.nerfstudio.datamanager import Picture
 
 kAhead = 2  # images on their way to the device

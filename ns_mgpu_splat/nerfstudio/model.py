@@ -53,9 +53,10 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
 
     _target: type = field(default_factory=lambda: MgpuSplatModel)
     """Class of the model."""
-    max_gaussians: int = 1_000_000
+    max_gaussians: int | Literal["auto"] = 1_000_000
     """Hard cap on the number of Gaussians, kept from the first step on: a larger seed cloud is thinned evenly. A
-    Gaussian with SH degree 3 takes about 0.7 kB with its optimizer state. Raise it for detail, lower it for memory."""
+    Gaussian with SH degree 3 takes about 0.7 kB with its optimizer state. Raise it for detail, lower it for memory;
+    "auto" takes as many as fit in what is free when training starts."""
     half: bool = False
     """Keep higher SH coefficients in float16 and first moments in bfloat16, stochastically rounded: about 0.5 kB a Gaussian
     with SH degree 3. Set it where memory bounds the number of Gaussians."""
@@ -140,8 +141,8 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
 
     def check(self) -> None:
         """Exit with one sentence if an option is impossible."""
-        if self.max_gaussians < 1:
-            raise SystemExit("mgpu-splat: --pipeline.model.max-gaussians must be at least 1.")
+        if self.max_gaussians != "auto" and self.max_gaussians < 1:
+            raise SystemExit('mgpu-splat: --pipeline.model.max-gaussians must be at least 1, or "auto".')
         if not 0 <= self.sh_degree <= 3:
             raise SystemExit(
                 f"mgpu-splat: --pipeline.model.sh-degree is {self.sh_degree}, it must be 0, 1, 2 or 3."
@@ -194,6 +195,9 @@ class MgpuSplatModel(SplatfactoModel):
         self.extent = float(metadata.get("camera_extent", 1.0))
         self.has_alpha = bool(metadata.get("has_alpha", False))
         self.schedule_steps: int = self.kwargs.get("schedule_steps", 30_000)
+        # the pipeline's, which fits the memory; where a checkpoint will fill the table, any
+        asked = 1 if config.max_gaussians == "auto" else config.max_gaussians
+        self.cap: int = self.kwargs.get("max_gaussians") or asked
         points, colors = torch.zeros((0, 3)), torch.zeros((0, 3), dtype=torch.uint8)
         if self.seed_points is not None and not self.load_only:
             points, colors = self.seed_points
@@ -202,8 +206,8 @@ class MgpuSplatModel(SplatfactoModel):
             points,
             colors,
             sh_degree=config.sh_degree,
-            max_gaussians=config.max_gaussians,
-            capacity=max(config.max_gaussians, 1),
+            max_gaussians=self.cap,
+            capacity=self.cap,
             half=config.half,
         )
         columns = self.table.named_columns()
@@ -271,7 +275,7 @@ class MgpuSplatModel(SplatfactoModel):
         self.schedule_steps = schedule_steps
         config = self.config
         common: dict[str, Any] = {
-            "max_gaussians": config.max_gaussians,
+            "max_gaussians": self.cap,
             "refine_start": config.warmup_length,
             "refine_every": config.refine_every,
             "reorder_every": config.reorder_every,
@@ -589,13 +593,13 @@ class MgpuSplatModel(SplatfactoModel):
         if self.load_only:
             found = drop_bad_rows(found)
         rows = len(found["means"])
-        if rows > self.config.max_gaussians and not self.load_only:
+        if rows > self.cap and not self.load_only:
             raise CheckpointError(
-                f"The checkpoint has {rows:,} Gaussians, above the cap of {self.config.max_gaussians:,}. Use "
+                f"The checkpoint has {rows:,} Gaussians, above the cap of {self.cap:,}. Use "
                 f"--pipeline.model.max-gaussians {rows} or more."
             )
         if rows != self.table.num_rows:
-            self.table.resize(rows, capacity=max(rows, self.config.max_gaussians))
+            self.table.resize(rows, capacity=max(rows, self.cap))
         self.table.write_rows(0, {name: found[name] for name in kColumnOf.values()})
         if hasattr(self.camera_optimizer, "pose_adjustment"):
             poses = state_dict.get("camera_optimizer.pose_adjustment")

@@ -14,7 +14,9 @@ from nerfstudio.pipelines.base_pipeline import Pipeline, VanillaPipeline, Vanill
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.cuda.amp.grad_scaler import GradScaler
+from tyro.conf import Suppress
 
+from ns_mgpu_splat.nerfstudio import preflight
 from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager, MgpuSplatDatamanagerConfig
 from ns_mgpu_splat.nerfstudio.device import start_device
 from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, MgpuSplatModelConfig
@@ -30,6 +32,7 @@ class MgpuSplatPipelineConfig(VanillaPipelineConfig):
     """Where images come from."""
     model: MgpuSplatModelConfig = field(default_factory=MgpuSplatModelConfig)
     """What is trained."""
+    resumed_gaussians: Suppress[int] = 0  # of the checkpoint that will be loaded; the trainer sets it
 
 
 class MgpuSplatPipeline(VanillaPipeline):
@@ -56,6 +59,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         dataset = self.datamanager.train_dataset
         metadata = self.datamanager.train_dataparser_outputs.metadata
         seeds = (metadata["points3D_xyz"], metadata["points3D_rgb"]) if "points3D_xyz" in metadata else None
+        cap = self._preflight(0 if seeds is None else len(seeds[0])) if test_mode == "val" else None
         self._model = config.model.setup(
             scene_box=dataset.scene_box,
             num_train_data=len(dataset),
@@ -64,11 +68,38 @@ class MgpuSplatPipeline(VanillaPipeline):
             grad_scaler=grad_scaler,
             seed_points=seeds,
             load_only=test_mode != "val",
+            max_gaussians=cap,
         )
         # the clouds are in the table now: give their memory back
         for key in ("points3D_xyz", "points3D_rgb"):
             metadata.pop(key, None)
             dataset.metadata.pop(key, None)
+
+    def _preflight(self, seeds: int) -> int:
+        """Say what the run needs, before anything large is allocated; the cap on Gaussians that fits."""
+        data, model = self.datamanager, self.config.model
+        size = data.train_dataset.cameras
+        try:
+            found = preflight.plan(
+                preflight.Demand(
+                    seeds=seeds,
+                    cap=model.max_gaussians,
+                    sh_degree=model.sh_degree,
+                    half=model.half,
+                    largest_view=int((size.width.long() * size.height.long()).max()),
+                    images=data.train_dataset.total + data.eval_dataset.total,
+                    largest_image=max(data.train_dataset.largest, data.eval_dataset.largest),
+                    host_cache=data.cache_bytes,
+                    device_cache=data.device_bytes(),
+                    resumed=self.config.resumed_gaussians,
+                    clone_and_split=model.strategy == "default",
+                ),
+                preflight.free_on_shards(),
+            )
+        except preflight.PreflightError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
+        preflight.announce(found)
+        return found.cap
 
     @property
     def model(self) -> MgpuSplatModel:

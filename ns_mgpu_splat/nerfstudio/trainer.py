@@ -27,6 +27,8 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from tyro.conf import Suppress
 
+from ns_mgpu_splat.data.capture import find_capture
+from ns_mgpu_splat.data.checks import DatasetError
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
@@ -138,6 +140,15 @@ class MgpuSplatTrainerConfig(TrainerConfig):
         if self.schedule_steps < 1 or self.max_num_iterations < 1:
             raise SystemExit("mgpu-splat: --schedule-steps and --max-num-iterations must be at least 1.")
 
+    def print_to_terminal(self) -> None:
+        """As Nerfstudio's, but a folder that holds no capture is said first and alone, not below a page of options."""
+        data = self.pipeline.datamanager
+        try:
+            find_capture(data.data or data.dataparser.data, data.dataparser.colmap_path)
+        except DatasetError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
+        super().print_to_terminal()
+
     def save_config(self) -> None:
         """As Nerfstudio's; an output folder that cannot be made or written ends in one sentence."""
         try:
@@ -212,6 +223,7 @@ class MgpuSplatTrainer(Trainer):
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
         """Read the checkpoint first: a broken one is refused before images are read and code is compiled."""
         self._loaded = self._read_checkpoint()
+        self.config.pipeline.resumed_gaussians = int((self._loaded or {}).get("gaussians", 0))
         try:
             super().setup(test_mode)
         except Exception as error:

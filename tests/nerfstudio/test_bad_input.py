@@ -99,8 +99,8 @@ NERFSTUDIO = {
     ),
     "no focal length": (lambda r: edit(r, lambda m: m.pop("fl_x")), ["transforms.json", "fl_x"]),
     "unknown camera": (
-        lambda r: edit(r, lambda m: m.update(camera_model="FISHEYE624")),
-        ["transforms.json", "FISHEYE624", "not supported"],
+        lambda r: edit(r, lambda m: m.update(camera_model="EQUIRECTANGULAR")),
+        ["transforms.json", "EQUIRECTANGULAR", "not supported"],
     ),
     "NaN size": (set_meta("w", float("nan")), ["transforms.json", "view_000.png", "nanx48"]),
     "angle of 0": (
@@ -180,7 +180,7 @@ COLMAP = {
     "cut points late": (lambda r: cut(sparse(r, "points3D.bin"), 0.99), ["points3D.bin", "cut short"]),
     "NaN pose": (set_translation, ["images.bin", "view_000.png", "NaN"]),
     "infinite point": (set_point, ["points3D.bin", "1 of 400 points"]),
-    "unsupported camera": (lambda r: set_model(r, 7), ["cameras.bin", "FOV", "not supported"]),
+    "unsupported camera": (lambda r: set_model(r, 17), ["cameras.bin", "EQUIRECTANGULAR", "not supported"]),
     "unknown camera": (lambda r: set_model(r, 99), ["cameras.bin", "99"]),
     "no images": (empty_images, ["images.bin", "no images"]),
     "no cameras": (empty_cameras, ["cameras.bin", "no cameras"]),
@@ -269,7 +269,7 @@ def test_skipping_bad_images_leaves_them_out_and_says_so(
     scene.write_nerfstudio(tmp_path, images=5)
     missing_image(tmp_path)
     config = MgpuSplatDatamanagerConfig(data=tmp_path)
-    config.dataparser.on_bad_image = "skip"
+    config.on_bad_image = "skip"
     manager = config.setup(device="cpu")
     assert len(manager.train_dataset) + len(manager.eval_dataset) == 4
     assert "view_001.png" in capsys.readouterr().out

@@ -45,7 +45,7 @@ def test_colmap_folder_gives_the_cameras_and_points_of_nerfstudios_parser(
     for file, pose in by_name(ours).items():
         if file in expected:  # theirs counts every 8th by COLMAP's image number, ours by name
             assert torch.allclose(pose, expected[file], atol=1e-5), file  # float32 poses of size 1
-    assert torch.allclose(ours.dataparser_transform, theirs.dataparser_transform, atol=1e-4)
+    assert torch.allclose(ours.dataparser_transform.float(), theirs.dataparser_transform, atol=1e-4)
     assert ours.dataparser_scale == pytest.approx(theirs.dataparser_scale, rel=1e-5)
     ordered = [p.sort(dim=0).values for p in (ours.metadata["points3D_xyz"], theirs.metadata["points3D_xyz"])]
     assert torch.allclose(*ordered, atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ns_mgpu_splat
-from ns_mgpu_splat.data.images import BoundedCache
+from ns_mgpu_splat.data.cache import BoundedCache
 from ns_mgpu_splat.nerfstudio.datamanager import Picture
 from ns_mgpu_splat.nerfstudio.feed import ImageFeed, kAhead
 

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from ns_mgpu_splat.data import images
-from ns_mgpu_splat.data.colmap import Lens
-from ns_mgpu_splat.data.images import BoundedCache, ImageError, ImageSource, Pinhole
+from ns_mgpu_splat.data.cache import BoundedCache
+from ns_mgpu_splat.data.images import ImageError, ImageSource
+from ns_mgpu_splat.data.lens import Lens, Pinhole
 
 RAMP = np.tile(np.arange(0, 256, 4, dtype=np.uint8), (8, 1))  # (8, 64)
 
