@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the order of rows is worth: training steps with rows as in the file, shuffled, and along the Morton curve.
+"""What the order of rows is worth: training steps with rows as in the file, shuffled, and along the Hilbert curve.
 
     python benchmarks/row_order.py [--rows 2.8M@1080p 9M@4K] [--quick] [--json FILE]
 
@@ -72,10 +72,10 @@ def main() -> None:
         result["shuffled"] = measure(side)
         result["reorder shuffled"] = reorder_ms(side, shuffled=True)
         result["reorder sorted"] = reorder_ms(side, shuffled=False)
-        result["morton"] = measure(side)
+        result["hilbert"] = measure(side)
         results[name] = result
         print(f"{name}, {side.table.num_rows:,} rows")
-        for order in ("file", "shuffled", "morton"):
+        for order in ("file", "shuffled", "hilbert"):
             print(f"    {order:<9}" + "".join(f"  {kind} {ms:7.3f} ms" for kind, ms in result[order].items()))
         print(
             f"    reorder: shuffled rows {result['reorder shuffled']:.2f} ms, sorted {result['reorder sorted']:.2f} ms"

@@ -150,7 +150,7 @@ MGPU_BINDINGS(densify) {
         const Table table(columns, state);
         const std::vector<RowBytes> all = everything(table, others);
         py::gil_scoped_release release;
-        gather_rows(all, morton_order(table.columns), scratch_bytes);
+        gather_rows(all, hilbert_order(table.columns), scratch_bytes);
       },
       py::arg("columns"), py::arg("state"), py::arg("others"), py::arg("scratch_bytes") = kGatherScratch);
 

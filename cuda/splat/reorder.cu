@@ -16,59 +16,16 @@ namespace mgpu::splat {
 namespace {
 
 constexpr int kKeyBits = 64;
-constexpr int kBoxValues = 6;  // low and high of three axes
-
-// Floats as integers in the same order.
-__device__ uint32_t ordered_bits(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ float from_ordered_bits(uint32_t bits) {
-  return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
-}
-
-// box: low (all ones before) and ~high (all ones before) in ordered bits, so that all are minima.
-__global__ void __launch_bounds__(kThreads) box_kernel(const float* means, RowRange rows, uint32_t* box) {
-  uint32_t least[kBoxValues];
-  for (uint32_t& value : least) value = ~0u;
-  for (int64_t row = rows.begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; row < rows.end;
-       row += int64_t{gridDim.x} * kThreads) {
-    const float* mean = means + 3 * row;
-    if (!is_finite_mean(mean)) continue;
-    for (int axis = 0; axis < 3; ++axis) {
-      const uint32_t bits = ordered_bits(mean[axis]);
-      least[axis] = min(least[axis], bits);
-      least[axis + 3] = min(least[axis + 3], ~bits);
-    }
-  }
-  for (int i = 0; i < kBoxValues; ++i) {
-    const uint32_t warp = __reduce_min_sync(kAllLanes, least[i]);
-    if (threadIdx.x % kWarp == 0 && warp != ~0u) atomicMin(box + i, warp);
-  }
-}
-
-// boxes: of all shards.
-__device__ MortonCube cube_of(const uint32_t* boxes, int shards) {
-  uint32_t least[kBoxValues];
-  for (uint32_t& value : least) value = ~0u;
-  for (int i = 0; i < shards * kBoxValues; ++i) least[i % kBoxValues] = min(least[i % kBoxValues], boxes[i]);
-  float low[3], high[3];
-  for (int axis = 0; axis < 3; ++axis) {
-    low[axis] = from_ordered_bits(least[axis]);
-    high[axis] = from_ordered_bits(~least[axis + 3]);
-  }
-  return morton_cube(low, high);
-}
 
 __global__ void __launch_bounds__(kThreads)
-    key_kernel(const float* means, RowRange rows, const uint32_t* boxes, int shards, uint64_t* key,
+    key_kernel(const float* means, RowRange rows, const RowCube* cube_of_all, uint64_t* key,
                uint32_t* local_row) {
-  __shared__ MortonCube cube;
-  if (threadIdx.x == 0) cube = cube_of(boxes, shards);
+  __shared__ RowCube cube;
+  if (threadIdx.x == 0) cube = *cube_of_all;
   __syncthreads();
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= rows.size()) return;
-  key[i] = morton_key(cube, means + 3 * (rows.begin + i));
+  key[i] = row_key(cube, means + 3 * (rows.begin + i));
   local_row[i] = static_cast<uint32_t>(i);
 }
 
@@ -103,33 +60,9 @@ __global__ void __launch_bounds__(kThreads)
   origin[to] = row_origin(lists.first_row[list] + lists.local_row[list][from]);
 }
 
-// Boxes of the means, by shard, in the exchange.
-Buffer<uint32_t> find_boxes(const float* means, const std::vector<RowRange>& homes) {
-  const int64_t shards = static_cast<int64_t>(homes.size());
-  std::vector<Buffer<uint32_t>> own;
-  for (int shard = 0; shard < static_cast<int>(shards); ++shard) own.emplace_back(kBoxValues, shard);
-  for_each_shard("morton box", [&](const Shard& shard) {
-    const RowRange home = homes[static_cast<size_t>(shard.index)];
-    uint32_t* const box = own[static_cast<size_t>(shard.index)].data();
-    CUDA_CHECK(cudaMemsetAsync(box, 0xff, kBoxValues * sizeof(uint32_t), shard_stream(shard.index)));
-    if (home.empty()) return;
-    const unsigned blocks = std::min(blocks_for(home.size(), kThreads), 132u * 8);
-    box_kernel<<<blocks, kThreads, 0, shard_stream(shard.index)>>>(means, home, box);
-    KERNEL_CHECK("morton box", shard.index, home.size());
-  });
-  Buffer<uint32_t> boxes(shards * kBoxValues, kExchange);
-  const auto collect = [&](const Shard& shard) {
-    CUDA_CHECK(cudaMemcpyAsync(boxes.data() + shard.index * kBoxValues,
-                               own[static_cast<size_t>(shard.index)].data(), kBoxValues * sizeof(uint32_t),
-                               cudaMemcpyDefault, shard_stream(shard.index)));
-  };
-  for_each_shard("morton boxes", collect, Access::kExchange);
-  return boxes;
-}
-
 }  // namespace
 
-RowMap morton_order(const SplatColumns& columns) {
+RowMap hilbert_order(const SplatColumns& columns) {
   JoinedOperator joined;
   const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
   const size_t shards = homes.size();
@@ -137,7 +70,7 @@ RowMap morton_order(const SplatColumns& columns) {
   map.rows = columns.num_rows;
   map.origin.resize(shards);
   if (columns.num_rows == 0) return map;
-  const Buffer<uint32_t> boxes = find_boxes(columns.means, homes);
+  const Buffer<RowCube> cube = row_cube(columns);
   std::vector<Buffer<uint64_t>> key(shards);
   std::vector<Buffer<uint32_t>> local_row(shards);
   const auto sort = [&](const Shard& shard) {
@@ -147,19 +80,18 @@ RowMap morton_order(const SplatColumns& columns) {
     key[index] = Buffer<uint64_t>(home.size(), shard.index);
     local_row[index] = Buffer<uint32_t>(home.size(), shard.index);
     key_kernel<<<blocks_for(home.size(), kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-        columns.means, home, boxes.data(), static_cast<int>(shards), key[index].data(),
-        local_row[index].data());
-    KERNEL_CHECK("morton keys", shard.index, home.size());
+        columns.means, home, cube.data(), key[index].data(), local_row[index].data());
+    KERNEL_CHECK("row keys", shard.index, home.size());
     sort_pairs(key[index], local_row[index], kKeyBits, shard.index);
   };
-  for_each_shard("morton keys", sort);
+  for_each_shard("row keys", sort);
   for (size_t shard = 0; shard < shards; ++shard)
     map.origin[shard] = Buffer<RowOrigin>(homes[shard].size(), static_cast<int>(shard));
   if (shards == 1) {
-    for_each_shard("morton order", [&](const Shard& shard) {
+    for_each_shard("row order", [&](const Shard& shard) {
       origin_kernel<<<blocks_for(map.rows, kThreads), kThreads, 0, shard_stream(shard.index)>>>(
           local_row[0].data(), homes[0], map.origin[0].data());
-      KERNEL_CHECK("morton order", shard.index, map.rows);
+      KERNEL_CHECK("row order", shard.index, map.rows);
     });
     return map;
   }
@@ -184,10 +116,10 @@ RowMap morton_order(const SplatColumns& columns) {
     take_kernel<<<blocks_for(rows, kThreads), kThreads, 0, shard_stream(shard.index)>>>(
         lists, cut.data() + index * shards, cut.data() + (index + 1) * shards, rows, taken[index].data(),
         map.origin[index].data());
-    KERNEL_CHECK("morton exchange", shard.index, rows);
+    KERNEL_CHECK("row exchange", shard.index, rows);
   };
-  for_each_shard("morton exchange", take, Access::kExchange);
-  for_each_shard("morton order", [&](const Shard& shard) {
+  for_each_shard("row exchange", take, Access::kExchange);
+  for_each_shard("row order", [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);
     sort_pairs(taken[index], map.origin[index], kKeyBits, shard.index);
   });

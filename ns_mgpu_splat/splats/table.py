@@ -305,10 +305,15 @@ class SplatTable:
         return int(rows)
 
     def reorder(self, optimizer: SplatAdam | None = None) -> None:
-        """Put rows that are close in space close in memory: in the order of their means along a Morton curve, in place.
+        """Put rows that are close in space close in memory: in the order of their means along a Hilbert curve, in place.
 
-        Images and gradients stay the same, row for row. What is drawn by row number is not: MCMC's exploration noise of a
-        Gaussian comes from its new row from here on, which is as good a draw.
+        Any run of rows is then one region of space; the curve visits a voxel as a whole before the next, whatever the voxels'
+        size (the side of the cube around all means, by a power of two). Rows whose means are not finite come last; ties keep
+        their order, and the order does not depend on the mesh.
+
+        Images and gradients stay the same, row for row, but where two Gaussians have equal depth in a pixel: then the lower
+        row is in front. What is drawn by row number changes: MCMC's exploration noise of a Gaussian comes from its new row
+        from here on, which is as good a draw.
 
         Args:
             optimizer: of this table, if it has one; it is flushed, and its state follows.

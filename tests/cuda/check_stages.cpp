@@ -1333,24 +1333,14 @@ void check_reorder(int64_t rows, int64_t scratch_bytes) {
   for (int64_t row = 0; row + 7 < rows; row += 7)  // equal keys keep their order
     std::copy_n(&table.column[0][0], 3, &table.column[0][3 * row]);
   table.send();
-  float low[3] = {1e30f, 1e30f, 1e30f}, high[3] = {-1e30f, -1e30f, -1e30f};
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* mean = &table.column[0][3 * row];
-    if (!is_finite_mean(mean)) continue;
-    for (int axis = 0; axis < 3; ++axis) {
-      low[axis] = std::min(low[axis], mean[axis]);
-      high[axis] = std::max(high[axis], mean[axis]);
-    }
-  }
-  const MortonCube cube = morton_cube(low, high);
+  const RowCube cube = to_vector(row_cube(table.device()))[0];
   std::vector<std::pair<uint64_t, int64_t>> order;
-  for (int64_t row = 0; row < rows; ++row)
-    order.emplace_back(morton_key(cube, &table.column[0][3 * row]), row);
+  for (int64_t row = 0; row < rows; ++row) order.emplace_back(row_key(cube, &table.column[0][3 * row]), row);
   std::sort(order.begin(), order.end());
   std::vector<int64_t> from;
   for (const auto& [key, row] : order) from.push_back(row);
   const AdamState state = table.device_state();
-  gather_rows(all_columns(table.device(), &state), morton_order(table.device()), scratch_bytes);
+  gather_rows(all_columns(table.device(), &state), hilbert_order(table.device()), scratch_bytes);
   report(name, "rows differ", static_cast<double>(rows_differ(table, from, {})), 0);
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that move in place: the Morton order against a slow one in Python's integers, and compaction against indexing."""
+"""Rows that move in place: the Hilbert order against a slow one in Python's integers, and compaction against indexing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from splat_scenes import camera_of, mesh_of, random_columns, random_twin_camera, table_of
 from torch import Tensor
+from twin_order import slow_order
 
 import ns_mgpu_splat
 from ns_mgpu_splat import SplatTable, render
@@ -47,27 +47,9 @@ def everything(table: SplatTable, adam: SplatAdam) -> list[Tensor]:
     return [tensor.detach().cpu().clone() for tensor in tensors]
 
 
-def slow_order(means: Tensor) -> list[int]:
-    """Row numbers along a Morton curve of 21 bits an axis; x has the lowest bit; rows that are not finite come last."""
-    points = means.double().numpy()
-    finite = np.isfinite(points).all(1)
-    low = points[finite].min(0)
-    extent = (points[finite].max(0) - low).max()
-    keys = []
-    for row, point in enumerate(points):
-        key = 1 << 63
-        if finite[row]:
-            cells = [
-                min(int((point[a] - low[a]) * (2**21 / extent)) if extent else 0, 2**21 - 1) for a in range(3)
-            ]
-            key = sum(((cells[a] >> bit) & 1) << (3 * bit + a) for bit in range(21) for a in range(3))
-        keys.append((key, row))
-    return [row for _, row in sorted(keys)]
-
-
 @pytest.mark.parametrize("rows", [1, 2, 17, 5_000])
 @pytest.mark.parametrize("degree", [0, 2, 3])
-def test_reorder_sorts_rows_along_the_morton_curve(rows: int, degree: int) -> None:
+def test_reorder_sorts_rows_along_the_hilbert_curve(rows: int, degree: int) -> None:
     columns = random_columns(rows, 5, degree=degree)
     columns["means"][::7] = columns["means"][0].clone()  # equal keys keep their order
     if rows > 100:
@@ -108,13 +90,35 @@ def test_reorder_of_nothing_and_of_one_place() -> None:
     )
 
 
+@pytest.mark.parametrize("far", [1e4, 1e30])
+def test_a_few_rows_far_out_do_not_make_the_order_coarse(far: float) -> None:
+    """Four rows of 5,000 lie far away; the others come in as good an order as without them."""
+    alone = random_columns(5_000, 5, degree=0)["means"]
+    alone = alone[slow_order(alone)]
+    columns = random_columns(5_000, 5, degree=0)
+    for row, sign in ((10, 1.0), (2_000, -1.0), (2_001, 1.0), (4_999, -1.0)):
+        columns["means"][row, row % 3] = sign * far
+    order = slow_order(columns["means"])
+    table = table_of(columns)
+    table.reorder()
+    assert torch.equal(table.means.detach().cpu(), columns["means"][order])
+    measured = native().measure_rows(table.means.detach())
+    assert sum(measured["changes"]) > 4_900  # hardly two rows in one cell
+    near = columns["means"][[row for row in order if row not in (10, 2_000, 2_001, 4_999)]]
+
+    def stride(points: Tensor) -> float:
+        return float((points[1:] - points[:-1]).abs().sum(1).mean())
+
+    assert stride(near) < 1.1 * stride(alone)
+
+
 @pytest.mark.parametrize("rows", [3_000, pytest.param(48_000_000, marks=pytest.mark.gpu)])
 def test_rows_stay_whole_in_columns_of_more_than_2_31_values(rows: int) -> None:
     """Every row carries its number; means on a line, with the same place for many: sorted by place, then by number."""
     table = SplatTable(rows, sh_degree=3)
     number = torch.arange(rows, device="mgpu")
     with torch.no_grad():
-        table.means.detach()[:, 0] = (number * 1_000_003 % 2**21).float()
+        table.means.detach()[:, 0] = (number * 1_000_003 % 2**20).float()
         table.sh0.detach()[:, 0] = (number // 4096).float()
         table.sh0.detach()[:, 1] = (number % 4096).float()
         table.shN.detach()[:, 14, 2] = (number % 4099).float()
@@ -122,10 +126,12 @@ def test_rows_stay_whole_in_columns_of_more_than_2_31_values(rows: int) -> None:
     sh0 = table.sh0.detach()
     found = sh0[:, 0].long() * 4096 + sh0[:, 1].long()
     place = table.means.detach()[:, 0].long()
-    assert torch.equal(place, found * 1_000_003 % 2**21)
+    assert torch.equal(place, found * 1_000_003 % 2**20)
     assert torch.equal(table.shN.detach()[:, 14, 2].long(), found % 4099)
-    key = place * 2**26 + found
-    assert bool((key[1:] > key[:-1]).all())
+    elsewhere = place[1:] != place[:-1]
+    assert int(elsewhere.sum()) + 1 == min(rows, 2**20)  # 1,000,003 is odd: every place comes up
+    assert bool((elsewhere | (found[1:] > found[:-1])).all())
+    assert sum(native().measure_rows(table.means.detach())["descents"]) == 0
 
 
 def test_reorder_leaves_the_image_alone() -> None:
