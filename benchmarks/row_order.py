@@ -2,6 +2,7 @@
 """What the order of rows is worth: training steps with rows as in the file, shuffled, and along the Hilbert curve.
 
     python benchmarks/row_order.py [--rows 2.8M@1080p 9M@4K] [--quick] [--json FILE]
+    python benchmarks/row_order.py --table 10000000          # no scene: what keeping a table of so many rows in order costs
 
 Scene and steps are those of fast_step.py. Also the time of the reordering itself, from shuffled rows and from sorted ones.
 """
@@ -52,15 +53,48 @@ def shuffle(side: Mgpu) -> None:
         column.copy_(column[order])
 
 
+def time_table(rows: int, rounds: int = 5) -> dict[str, float]:
+    """Milliseconds (medians) of reordering normal points with SH of degree 3 and moments, and of measuring their order."""
+    import ns_mgpu_splat
+    from ns_mgpu_splat.device import native
+    from ns_mgpu_splat.splats.optimizer import SplatAdam
+
+    ns_mgpu_splat.init()
+    table = ns_mgpu_splat.SplatTable(rows)
+    adam = SplatAdam(table, {})
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds + 1):  # the first one pays for memory and module loading
+        with torch.no_grad():
+            table.means.detach().normal_()
+        for name, call in (
+            ("reorder shuffled", lambda: native().reorder(table.columns(), adam.state(), [])),
+            ("reorder sorted", lambda: native().reorder(table.columns(), adam.state(), [])),
+            ("measure", lambda: native().measure_rows(table.means.detach())),
+        ):
+            torch.mgpu.synchronize()  # type: ignore[attr-defined]
+            begin = time.perf_counter()
+            call()
+            torch.mgpu.synchronize()  # type: ignore[attr-defined]
+            times.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
 def main() -> None:
     """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="*", default=["2.8M@1080p", "9M@1080p", "9M@4K"], choices=list(ROWS))
+    parser.add_argument("--table", type=int, metavar="ROWS")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.table is not None:
+        times = time_table(arguments.table)
+        print(f"{arguments.table:,} rows: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items()))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(times, indent=1))
+        return
     side = Mgpu(arguments.quick)
     results: dict[str, Any] = {}
     for name in arguments.rows:
