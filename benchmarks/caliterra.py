@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 CAP = 1_000_000
 
@@ -74,7 +75,7 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
     config.pipeline.datamanager.dataparser.downscale_factor = options["downscale"]
     config.pipeline.model.max_gaussians = CAP
     for name, value in options["model"]:
-        setattr(config.pipeline.model, name, type(getattr(config.pipeline.model, name) or 0)(value))
+        setattr(config.pipeline.model, name, yaml.safe_load(value))
     pipeline = config.pipeline.setup(device=device, test_mode="val")
     model, images = pipeline.model, pipeline.datamanager.train_dataset
     optimizers = SplatOptimizers(config.optimizers, pipeline.get_param_groups(), model, steps, seed)

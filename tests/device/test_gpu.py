@@ -355,7 +355,7 @@ def test_numba_works_on_the_alias() -> None:
     x = torch.arange(6.0, device="mgpu")
     torch.mgpu.synchronize()
     array = cuda.as_cuda_array(torch.mgpu.as_cuda(x))
-    array[2:4] = array[0:2]
+    array[2:4].copy_to_device(array[0:2])  # no kernel: what numba can compile depends on its numpy
     cuda.synchronize()
     assert x.tolist() == [0, 1, 0, 1, 4, 5]
 
