@@ -53,8 +53,8 @@ class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
     """What to do about images that are missing, damaged or of the wrong size, and poses that are none: "stop" lists all of
     them and ends before training; "skip" lists them and goes on without."""
     image_cache_gib: float | None = None
-    """Host memory for decoded images in GiB. None takes half of what is free when training starts. Images beyond it are
-    read again when their turn comes: lower it when the machine swaps, raise it when steps wait for a slow disk."""
+    """Host memory for decoded images in GiB, at most three quarters of what is free when training starts; None takes half of
+    that. Images beyond it are read again when their turn comes: raise it when steps wait for a slow disk."""
     device_cache_gib: float = 4.0
     """Memory of the device for training images in GiB, at most an eighth of what is free when training starts. If all fit,
     they are copied there once; if not, each is copied a little ahead of its use."""
@@ -249,7 +249,7 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         """Host memory for decoded images, of training and held-out ones together."""
         wanted = self.config.image_cache_gib
         free = available_memory()
-        return free // 2 if wanted is None else int(min(wanted * 2**30, free))
+        return free // 2 if wanted is None else int(min(wanted * 2**30, free * 0.75))
 
     def create_train_dataset(self) -> SplatDataset:
         """The images to train on, with most of the cache."""

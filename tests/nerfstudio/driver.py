@@ -48,5 +48,9 @@ def run(arguments: list[str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    results = [run(arguments) for arguments in json.loads(sys.argv[1])]
+    results = []
+    for arguments in json.loads(sys.argv[1]):
+        print("\n@@ run", flush=True)  # train_many cuts the output here
+        results.append(run(arguments))
+    print("\n@@ run")
     print(f"\n{json.dumps(results)}")

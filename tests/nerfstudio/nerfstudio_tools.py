@@ -46,7 +46,8 @@ def mesh_tools_are_missing() -> bool:
 
 
 def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **env: str) -> list[dict]:
-    """Run `ns-train mgpu-splat ...` command lines in one process; results as of driver.py, and "out" for messages."""
+    """Run `ns-train mgpu-splat ...` command lines in one process; results as of driver.py, with "said", what a run
+    printed, and "out", what all of them did."""
     common = ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True", "--output-dir", folder]
     lines = [["mgpu-splat", *map(str, common), *map(str, run)] for run in runs]
     done = subprocess.run(
@@ -60,4 +61,6 @@ def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **e
     )
     if done.returncode != 0:
         pytest.fail(f"the driver ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return [{**result, "out": done.stdout} for result in json.loads(done.stdout.strip().splitlines()[-1])]
+    said = done.stdout.split("\n@@ run\n")[1:-1]
+    results = json.loads(done.stdout.strip().splitlines()[-1])
+    return [{**r, "said": text, "out": done.stdout} for r, text in zip(results, said, strict=True)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -308,3 +311,57 @@ def test_an_output_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) ->
     with pytest.raises(SystemExit, match="--output-dir") as refused:
         config.save_config()
     assert str(tmp_path / "file") in str(refused.value.code)
+
+
+def test_a_bad_folder_is_said_before_the_page_of_options(run_tool: Callable, tmp_path: Path) -> None:
+    done = run_tool("ns-train", "mgpu-splat", "--data", tmp_path / "nowhere", check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'nowhere'} does not exist" in done.stderr
+    assert "MgpuSplatTrainerConfig" not in done.stdout, "the configuration was dumped first"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_warnings_of_nerfstudio_are_hidden_in_its_commands_and_only_there(tmp_path: Path) -> None:
+    """As installed: torch finds the entry point of pyproject.toml, here in a folder that stands for the installation."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    entries = pyproject["project"]["entry-points"]["torch.backends"]
+    info = tmp_path / "stand_in-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stand_in\nVersion: 1.0\n")
+    text = "\n".join(f"{name} = {target}" for name, target in entries.items())
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{text}\n")
+    program = (
+        "import sys; sys.argv[0] = '/usr/bin/{name}'\n"
+        "import torch, warnings\n"
+        "for module in ('nerfstudio.engine.trainer', 'someone.elses'):\n"
+        "    warnings.warn_explicit('of ' + module, FutureWarning, 'file.py', 1, module=module)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    said = {}
+    for name in ("ns-train", "my-program"):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(name=name)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stderr
+    assert "of nerfstudio.engine.trainer" not in said["ns-train"]
+    assert "of someone.elses" in said["ns-train"]
+    assert "of nerfstudio.engine.trainer" in said["my-program"]
+
+
+def test_checks_look_at_all_headers_before_they_decode_and_tell_how_far_they_are(tmp_path: Path) -> None:
+    from ns_mgpu_splat.data.capture import read_capture
+    from ns_mgpu_splat.data.checks import find_bad_frames
+
+    scene.write_nerfstudio(tmp_path, images=5, points=50)
+    missing_image(tmp_path)
+    seen: list[tuple[str, int, int]] = []
+    bad = find_bad_frames(read_capture(tmp_path), "full", lambda *told: seen.append(told))
+    assert seen[:5] == [("Checking image headers", i + 1, 5) for i in range(5)]
+    assert seen[5:] == [("Decoding all images once", i + 1, 4) for i in range(4)]
+    assert [b.index for b in bad] == [1]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scene
 import torch
+from datasets import UTM, georeferenced, write_good
 from PIL import Image
 
 from ns_mgpu_splat.data import capture as captures
@@ -122,20 +123,69 @@ def test_downscaled_cameras_see_the_same_field_of_view(tmp_path: Path, size: tup
     assert not (tmp_path / "images_2").exists()
 
 
-def test_georeferenced_poses_keep_their_millimetres(tmp_path: Path) -> None:
-    scene.write_nerfstudio(tmp_path, images=6)
-    near = parse(tmp_path)
-    file = tmp_path / "transforms.json"
-    meta = json.loads(file.read_text())
-    for frame in meta["frames"]:
-        matrix = np.array(frame["transform_matrix"])
-        matrix[:3, 3] += [500_000.0, 4_500_000.0, 200.0]  # UTM; float32 keeps half a metre there
-        frame["transform_matrix"] = matrix.tolist()
-    del meta["ply_file_path"]
-    (tmp_path / "sparse_pc.ply").unlink()
-    file.write_text(json.dumps(meta))
-    far = parse(tmp_path)
-    assert torch.allclose(near.cameras.camera_to_worlds, far.cameras.camera_to_worlds, atol=1e-5)
+def test_georeferenced_captures_lose_nothing(tmp_path: Path) -> None:
+    """Oracle: the same capture near the origin, and the world's coordinates as they were written."""
+    made = write_good(tmp_path / "near", "nerfstudio")
+    write_good(tmp_path / "far", "nerfstudio")
+    georeferenced(tmp_path / "far")
+    near, far = parse(tmp_path / "near"), parse(tmp_path / "far")
+    assert torch.allclose(near.cameras.camera_to_worlds, far.cameras.camera_to_worlds, atol=1e-6)
+    assert torch.allclose(near.metadata["points3D_xyz"], far.metadata["points3D_xyz"], atol=1e-6)
+    # and back: float32 keeps 1e-7 of two metres, where it would keep half a metre of 4,500,000
+    far.save_dataparser_transform(tmp_path / "far" / "out" / "dataparser_transforms.json")
+    saved = json.loads((tmp_path / "far" / "out" / "dataparser_transforms.json").read_text())
+    transform, scale = np.array(saved["transform"]), saved["scale"]
+    model = far.cameras.camera_to_worlds[:, :, 3].double().numpy()
+    world = np.linalg.solve(transform[:, :3], (model / scale - transform[:, 3]).T).T
+    expected = {Path(n).stem: pose[:3, 3] + UTM for n, pose in zip(made.names, made.poses, strict=True)}
+    for file, position in zip(far.image_filenames, world, strict=True):
+        assert np.abs(position - expected[file.stem]).max() < 1e-6
+    assert np.allclose(saved["offset"], made.poses[:, :3, 3].mean(axis=0) + UTM, atol=1e-6)
+    poses = far.transform_poses_to_original_space(far.cameras.camera_to_worlds, "opengl")
+    assert np.abs(poses[:, :3, 3].numpy() - world).max() < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["nerfstudio", "colmap"])
+def test_saved_transform_leads_back_to_the_world_before_applied_transform_and_scale(
+    tmp_path: Path, layout: str
+) -> None:
+    made = write_good(tmp_path, layout)
+    applied, factor = np.array([[0, 1.0, 0, 3], [1.0, 0, 0, -2], [0, 0, -1.0, 5]]), 2.5
+    if layout == "nerfstudio":
+        file = tmp_path / "transforms.json"
+        meta = json.loads(file.read_text()) | {"applied_transform": applied.tolist(), "applied_scale": factor}
+        for frame, pose in zip(meta["frames"], made.poses, strict=True):
+            moved = np.vstack([applied, [0, 0, 0, 1]]) @ pose
+            moved[:3, 3] *= factor
+            frame["transform_matrix"] = moved.tolist()
+        file.write_text(json.dumps(meta))
+    outputs = parse(tmp_path)
+    transform = outputs.dataparser_transform.numpy()
+    model = outputs.cameras.camera_to_worlds[:, :, 3].double().numpy()
+    world = np.linalg.solve(transform[:, :3], (model / outputs.dataparser_scale - transform[:, 3]).T).T
+    expected = {Path(n).stem: pose[:3, 3] for n, pose in zip(made.names, made.poses, strict=True)}
+    for path, position in zip(outputs.image_filenames, world, strict=True):
+        assert np.abs(position - expected[path.stem]).max() < 1e-6
+
+
+def test_leaving_images_out_changes_neither_world_nor_split(tmp_path: Path) -> None:
+    """A tool that looks at no image must have the world and the split of the training, which found some to be bad."""
+    made = scene.write_nerfstudio(tmp_path, images=12, points=50)
+    whole = {split: parse(tmp_path, split) for split in ("train", "test")}
+    held = whole["test"].image_filenames[0].name
+    for name in (made.names[1], made.names[7], held):
+        (tmp_path / "images" / name).write_bytes(b"no image")
+    parser = MgpuSplatDataParserConfig(data=tmp_path).setup()
+    parser.level, parser.skip = "full", True
+    for split, outputs in whole.items():
+        left = parser.get_dataparser_outputs(split)
+        names = [p.name for p in outputs.image_filenames]
+        assert [p.name for p in left.image_filenames] == [
+            n for n in names if n not in (made.names[1], made.names[7], held)
+        ]
+        assert torch.equal(left.dataparser_transform, outputs.dataparser_transform)
+        assert left.dataparser_scale == outputs.dataparser_scale
+        assert all(torch.equal(by_name(left)[n], by_name(outputs)[n]) for n in by_name(left))
 
 
 def test_one_image_is_trained_on_and_none_held_out(tmp_path: Path) -> None:

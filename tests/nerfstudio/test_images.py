@@ -134,6 +134,33 @@ def test_cache_stays_within_its_bytes_and_drops_the_least_recently_used() -> Non
     cache.close()
 
 
+def test_knowing_the_order_the_cache_finds_as_many_as_it_holds() -> None:
+    """A new permutation each epoch, room for half: half of the values are found; least recently used finds an eighth."""
+    count, epochs = 64, 30
+    order = np.concatenate([np.random.default_rng(e).permutation(count) for e in range(epochs + 1)])
+    found = {}
+    for known in (True, False):
+        loads: list[int] = []
+        now = [0]
+
+        def load(index: int, loads: list[int] = loads) -> bytes:
+            loads.append(index)
+            return bytes(1)
+
+        def next_use(indices: np.ndarray, now: list[int] = now) -> np.ndarray:
+            return np.array([np.flatnonzero(order[now[0] + 1 :] == i)[0] for i in indices])
+
+        cache: BoundedCache[bytes] = BoundedCache(load, len, count // 2, 1, next_use if known else None)
+        for step in range(count * epochs):
+            now[0] = step
+            cache.get(int(order[step]))
+            assert cache.bytes <= count // 2
+        cache.close()
+        found[known] = 1 - len(loads) / (count * epochs)
+    assert found[True] > 0.48
+    assert found[False] < 0.25
+
+
 def test_prefetched_value_is_read_once_and_errors_reach_the_caller() -> None:
     gate, loads = threading.Event(), []
 
