@@ -32,16 +32,8 @@ from torch.nn import Parameter
 from tyro.conf import Suppress
 
 from ns_mgpu_splat.nerfstudio.device import shard_memory, start_device
+from ns_mgpu_splat.nerfstudio.names import kColumnOf
 
-# Nerfstudio's names of our columns, in the order of its optimizer groups
-kColumnOf = {
-    "means": "means",
-    "scales": "scales",
-    "quats": "quats",
-    "features_dc": "sh0",
-    "features_rest": "shN",
-    "opacities": "opacities",
-}
 kSsimWindow = 11
 kInvisible = -30.0  # a logit: an opacity far below the 1/255 that is drawn
 kLpipsWeights = "alexnet-owt-7be5be79.pth"

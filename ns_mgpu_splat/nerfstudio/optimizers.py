@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, kColumnOf
+from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
+from ns_mgpu_splat.nerfstudio.names import kColumnOf
 from ns_mgpu_splat.nerfstudio.schedule import DecayConfig
 
 kTable = "splats"

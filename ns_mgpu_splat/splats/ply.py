@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-_CHUNK_ROWS = 1 << 18  # 65 MB at degree 3
+from ns_mgpu_splat.splats.targets import check_room, whole_file, writable_target
+
+_CHUNK_ROWS = 1 << 15  # 8 MB at degree 3: stays in a cache
 _REST_BY_DEGREE = (0, 9, 24, 45)
 _HEADER_LIMIT = 1 << 20  # a header longer than this is not one
 _TYPES = {
@@ -153,7 +153,10 @@ class PlyReader:
 
     def count_finite(self) -> int:
         """Rows without NaN or infinity; one line says how many others there are."""
-        count = sum(int(_finite_rows(chunk).sum()) for chunk in self._raw_chunks())
+        count = 0
+        for chunk in self._raw_chunks():
+            keep = finite_rows(chunk)
+            count += len(chunk["means"]) if keep is None else int(keep.sum())
         if count < self.num_rows:
             _log.warning("%s: %s of %s splats have values that are not finite and were left out", self.path,
                          f"{self.num_rows - count:,}", f"{self.num_rows:,}")  # fmt: skip
@@ -162,9 +165,9 @@ class PlyReader:
     def chunks(self) -> Iterator[dict[str, np.ndarray]]:
         """Finite rows in order, in pieces, by column of the splat table."""
         for chunk in self._raw_chunks():
-            keep = _finite_rows(chunk)
-            rows = int(keep.sum())
-            out = {name: values if rows == len(keep) else values[keep] for name, values in chunk.items()}
+            keep = finite_rows(chunk)
+            out = {name: values if keep is None else values[keep] for name, values in chunk.items()}
+            rows = len(out["means"])
             out["opacities"] = out["opacities"].reshape(rows)
             out["shN"] = np.ascontiguousarray(out["shN"].reshape(rows, 3, -1).transpose(0, 2, 1)) if rows else np.zeros(
                 (0, _REST_BY_DEGREE[self.sh_degree] // 3, 3), dtype=np.float32
@@ -172,31 +175,37 @@ class PlyReader:
             yield out
 
 
-def _finite_rows(chunk: dict[str, np.ndarray]) -> np.ndarray:
-    keep = np.ones(len(chunk["means"]), dtype=bool)
+def finite_rows(chunk: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Which rows of a chunk of columns have finite values only, (rows,) bool; None for all of them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # a value that is not finite spoils its sum; a sum that overflows only costs the closer look
+        if all(np.isfinite(values.sum()) for values in chunk.values()):
+            return None
+    keep = np.ones(len(next(iter(chunk.values()))), dtype=bool)
     for values in chunk.values():
         keep &= np.isfinite(values.reshape(len(keep), -1)).all(axis=1)
-    return keep
+    return None if keep.all() else keep
 
 
-def writable_target(path: str | Path) -> Path:
-    """Where to write, so that renaming a finished file over it does what a user means: links stay, devices live.
+def header(count: int, sh_degree: int, comments: Sequence[str] = ()) -> bytes:
+    """The header of a file with `count` splats, from "ply" to the line end of "end_header"."""
+    lines = ["ply", "format binary_little_endian 1.0", *(f"comment {line}" for line in comments)]
+    lines += [f"element vertex {count}", *(f"property float {name}" for name in property_names(sh_degree))]
+    return ("\n".join([*lines, "end_header"]) + "\n").encode()
 
-    Returns: `path` with links followed.
-    Raises: OSError if the folder does not exist, or if `path` is there and no regular file (a folder, /dev/null, a pipe).
-    """
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(
-            f"{path} cannot be written: there is no folder {target.parent}. Make it, or give another path."
-        )
-    if target.is_dir():
-        raise IsADirectoryError(f"{path} is a folder. Give the path of a file in it.")
-    if target.exists() and not target.is_file():
-        raise OSError(
-            f"{path} is a device or a pipe, which a finished file cannot replace. Give the path of a file."
-        )
-    return target
+
+def pack(chunk: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Rows of a chunk as they are in a file: (rows, properties), INRIA's order, little-endian float32."""
+    rows, rest = len(chunk["means"]), chunk["shN"].shape[1] * 3
+    out = np.empty((rows, 17 + rest), dtype="<f4")
+    out[:, 0:3] = chunk["means"]
+    out[:, 3:6] = 0.0  # normals
+    out[:, 6:9] = chunk["sh0"]
+    out[:, 9 : 9 + rest].reshape(rows, 3, rest // 3)[...] = chunk["shN"].transpose(0, 2, 1)
+    out[:, 9 + rest] = chunk["opacities"]
+    out[:, 10 + rest : 13 + rest] = chunk["scales"]
+    out[:, 13 + rest : 17 + rest] = chunk["quats"]
+    return out
 
 
 def write(
@@ -209,46 +218,21 @@ def write(
     Raises: OSError before anything is written if the disk is too full, or if `path` is no place for a file.
     """
     path = writable_target(path)
-    names = property_names(sh_degree)
     pieces = [(begin, min(num_rows, begin + _CHUNK_ROWS)) for begin in range(0, num_rows, _CHUNK_ROWS)]
-    count = sum(int(_finite_rows(read_rows(*piece)).sum()) for piece in pieces)
-    need, free = count * len(names) * 4, shutil.disk_usage(path.parent).free
-    if need > free:
-        raise OSError(f"{path} needs {need / 1e9:.2f} GB, but {path.parent} has {free / 1e9:.2f} GB free.")
-    header = ["ply", "format binary_little_endian 1.0", f"element vertex {count}"]
-    header += [f"property float {name}" for name in names]
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("wb") as file:
-            file.write(("\n".join([*header, "end_header"]) + "\n").encode())
-            for piece in pieces:
-                _pack(read_rows(*piece), len(names)).tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name, too, survives a power cut
-    finally:
-        os.close(folder)
+    count = 0
+    for begin, end in pieces:
+        keep = finite_rows(read_rows(begin, end))
+        count += end - begin if keep is None else int(keep.sum())
+    head = header(count, sh_degree)
+    check_room(path, len(head) + count * len(property_names(sh_degree)) * 4)
+    with whole_file(path) as file:
+        file.write(head)
+        for piece in pieces:
+            chunk = read_rows(*piece)
+            keep = finite_rows(chunk)
+            kept = chunk if keep is None else {name: column[keep] for name, column in chunk.items()}
+            file.write(pack(kept).data)
     if count < num_rows:
         _log.warning("%s: %s of %s splats have values that are not finite and were left out", path,
                      f"{num_rows - count:,}", f"{num_rows:,}")  # fmt: skip
     return count
-
-
-def _pack(chunk: dict[str, np.ndarray], width: int) -> np.ndarray:
-    """The finite rows of a chunk in INRIA's order, (rows, width) little-endian float32."""
-    rows = len(chunk["means"])
-    out = np.zeros((rows, width), dtype="<f4")
-    rest = chunk["shN"].shape[1] * 3
-    out[:, 0:3] = chunk["means"]  # 3 to 6: normals, zero
-    out[:, 6:9] = chunk["sh0"]
-    out[:, 9 : 9 + rest] = chunk["shN"].transpose(0, 2, 1).reshape(rows, rest)
-    out[:, 9 + rest] = chunk["opacities"]
-    out[:, 10 + rest : 13 + rest] = chunk["scales"]
-    out[:, 13 + rest : 17 + rest] = chunk["quats"]
-    keep = np.isfinite(out).all(axis=1)
-    return out if keep.all() else out[keep]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_writing_replaces_a_file_whole_or_not_at_all(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_is_found_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ply.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(OSError, match=r"splats\.ply needs .* GB free"):
         SplatTable.from_columns(**random_columns(50)).to_ply(tmp_path / "splats.ply")
     assert not list(tmp_path.iterdir())
