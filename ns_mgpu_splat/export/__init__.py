@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished splats to files that other programs read: `.ply`, `.splat`, `.spz`, in one piece or in tiles."""
 
-from ns_mgpu_splat.export.export import FORMATS, Exported, ExportError, ExportSettings, export, target_of
 from ns_mgpu_splat.export.frame import Frame, world_frame
 from ns_mgpu_splat.export.rows import RowSource, TensorRows
+from ns_mgpu_splat.export.write import FORMATS, Exported, ExportError, ExportSettings, export, target_of
 
 __all__ = [
     "FORMATS",
