@@ -148,6 +148,8 @@ MGPU_BINDINGS(device) {
   m.def("shrink", &shrink, no_gil);
   m.def("placement", &placement, no_gil);
   m.def("place", &place, no_gil);
+  m.def("place_rows", &place_rows, no_gil);
+  m.def("row_homes", &row_homes_of, no_gil);
   m.def("to_host", &to_host, no_gil);
   m.def("to_device", &to_device, no_gil);
 

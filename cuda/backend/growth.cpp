@@ -5,10 +5,12 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 
 #include "backend/alias.h"
+#include "memory/homes.h"
 #include "memory/page.h"
 #include "memory/pool.h"
 #include "memory/provider.h"
@@ -188,6 +190,56 @@ void place(const at::Tensor& tensor, const std::vector<int64_t>& shards) {
   with_torch_errors("torch.mgpu.place", [&] {
     move_pages(byte_range(tensor).first, chosen_pages(std::nullopt, shards.size()), places);
   });
+}
+
+int64_t place_rows(const at::Tensor& tensor, const std::vector<std::pair<int64_t, int64_t>>& homes) {
+  check_mgpu(tensor, "place_rows");
+  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.is_contiguous() && tensor.storage_offset() == 0,
+                    "torch.mgpu.place_rows needs a whole contiguous tensor with rows, and got one of shape ",
+                    tensor.sizes(), ".");
+  const int64_t rows = tensor.size(0);
+  std::vector<RowRange> ranges;
+  int64_t next = 0;
+  for (const auto& [begin, end] : homes) {
+    TORCH_CHECK_VALUE(begin == next && end >= begin, "torch.mgpu.place_rows: homes[", ranges.size(), "] is (",
+                      begin, ", ", end, "), expected a range that begins at row ", next, ".");
+    ranges.push_back({begin, end});
+    next = end;
+  }
+  TORCH_CHECK_VALUE(static_cast<int>(ranges.size()) == mesh().size() && next == rows,
+                    "torch.mgpu.place_rows got ", ranges.size(), " ranges up to row ", next,
+                    "; expected one for each of ", mesh().size(), " shards, up to row ", rows, ".");
+  if (tensor.nbytes() == 0) return 0;
+  const int64_t row_bytes = static_cast<int64_t>(tensor.nbytes()) / rows;
+  const auto [begin, end] = byte_range(tensor);
+  return with_torch_errors("torch.mgpu.place_rows", [&, begin = begin, end = end] {
+    const std::vector<int16_t> before = page_places(begin, end);
+    const int64_t bytes = end - begin;
+    std::vector<int64_t> pages;
+    std::vector<int16_t> places;
+    size_t home = 0;
+    for (int64_t page = 0; page < static_cast<int64_t>(before.size()); ++page) {
+      const int64_t last = std::min(bytes, (page + 1) * kPageBytes);
+      const int64_t row = (page * kPageBytes + last) / 2 / row_bytes;  // of the page's middle
+      while (row >= ranges[home].end) ++home;
+      const int16_t was = before[static_cast<size_t>(page)];
+      if (was == static_cast<int16_t>(home) || was == kHostPage) continue;
+      pages.push_back(page);
+      places.push_back(static_cast<int16_t>(home));
+    }
+    if (!pages.empty()) move_pages(begin, pages, places);
+    set_row_homes(begin, ranges);
+    return static_cast<int64_t>(pages.size());
+  });
+}
+
+std::vector<std::pair<int64_t, int64_t>> row_homes_of(const at::Tensor& tensor) {
+  check_mgpu(tensor, "row_homes");
+  const int64_t rows = tensor.dim() ? tensor.size(0) : 0;
+  std::vector<std::pair<int64_t, int64_t>> out;
+  for (const RowRange& range : row_homes(rows ? tensor.const_data_ptr() : nullptr, rows))
+    out.emplace_back(range.begin, range.end);
+  return out;
 }
 
 void to_host(const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& pages) {

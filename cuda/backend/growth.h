@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace mgpu {
@@ -26,6 +27,12 @@ at::Tensor placement(const at::Tensor& tensor);
 
 // Move the tensor's pages: shards[page], -1 for host memory.
 void place(const at::Tensor& tensor, const std::vector<int64_t>& shards);
+
+// Say which rows are whose (ascending ranges without gaps, one a shard), and move the tensor's pages so: each
+// to the home of the byte in its middle. Returns how many pages have moved.
+int64_t place_rows(const at::Tensor& tensor, const std::vector<std::pair<int64_t, int64_t>>& homes);
+// The ranges as they are; equal chunks if nothing was said.
+std::vector<std::pair<int64_t, int64_t>> row_homes_of(const at::Tensor& tensor);
 
 // Park pages in host memory, and bring them back to the shards they came from; nullopt: all pages.
 void to_host(const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& pages);

@@ -14,6 +14,7 @@
 #include <stdexcept>
 
 #include "memory/arena.h"
+#include "memory/homes.h"
 #include "memory/locality.h"
 #include "memory/page.h"
 #include "memory/provider.h"
@@ -343,6 +344,7 @@ class Pool {
     auto found = live_.find(static_cast<char*>(base));
     if (found == live_.end()) return;
     Block block = std::move(found->second);
+    forget_row_homes(base);
     if (locality_checked()) unprotect_block(base, block.bytes);
     count(block, -1);
     live_.erase(found);

@@ -62,4 +62,16 @@ inline std::vector<RowRange> equal_chunks(int64_t count) {
   return chunks;
 }
 
+// Ascending ranges without gaps over one number of rows, stretched to another.
+inline std::vector<RowRange> stretched(std::vector<RowRange> ranges, int64_t count) {
+  const int64_t before = ranges.empty() ? 0 : ranges.back().end;
+  if (before == count || before == 0) return before == count ? ranges : equal_chunks(count);
+  const auto at = [&](int64_t row) {
+    return static_cast<int64_t>(static_cast<unsigned __int128>(row) * static_cast<uint64_t>(count) /
+                                static_cast<uint64_t>(before));
+  };
+  for (RowRange& range : ranges) range = {at(range.begin), at(range.end)};
+  return ranges;
+}
+
 }  // namespace mgpu

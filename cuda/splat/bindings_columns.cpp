@@ -107,10 +107,10 @@ AdamState state_of(const Tensors& state, const Tensors& columns, const std::vect
   return out;
 }
 
-RowStatistics statistics_of(const Tensors& statistics, bool absgrad, int64_t rows) {
+RowStatistics statistics_of(const Tensors& statistics, bool absgrad, const std::vector<RowRange>& homes) {
   RowStatistics out;
   if (statistics.empty()) return out;
-  const std::vector<RowRange> homes = equal_chunks(rows);
+  const int64_t rows = homes.back().end;
   const auto data = [&](size_t i, at::ScalarType type, const char* name) {
     const Tensor& tensor = statistics[i];
     TORCH_CHECK_VALUE(
@@ -127,7 +127,8 @@ RowStatistics statistics_of(const Tensors& statistics, bool absgrad, int64_t row
 }
 
 std::vector<RowRange> homes_of(const Tensors& columns) {
-  return equal_chunks(columns.empty() || columns[0].dim() == 0 ? 0 : columns[0].size(0));
+  const int64_t rows = columns.empty() || columns[0].dim() == 0 ? 0 : columns[0].size(0);
+  return row_homes(rows > 0 ? columns[0].const_data_ptr() : nullptr, rows);
 }
 
 void declare_split(const Tensor& tensor, const std::vector<RowRange>& homes, const char* what) {

@@ -35,7 +35,7 @@ inline AdamState state_of(const Tensors& state, const Tensors& columns) {
 }
 
 // Statistics of default densification: gradient, views and, if wanted, radius; none: nothing is gathered.
-RowStatistics statistics_of(const Tensors& statistics, bool absgrad, int64_t rows);
+RowStatistics statistics_of(const Tensors& statistics, bool absgrad, const std::vector<RowRange>& homes);
 
 // Says whose rows of another array of the table are whose.
 void declare_split(const at::Tensor& tensor, const std::vector<RowRange>& homes, const char* what);

@@ -80,9 +80,9 @@ int64_t compact(const Tensors& columns, const std::optional<Tensors>& state, con
                     columns[0].device(), ".");
   const std::vector<RowBytes> all = everything(table, others);
   py::gil_scoped_release release;
-  const Fates fates = fates_from_mask(static_cast<const uint8_t*>(keep.data_ptr()), rows);
+  const Fates fates = fates_from_mask(static_cast<const uint8_t*>(keep.data_ptr()), homes_of(table.columns));
   const int64_t rows_after = count_rows_after(fates);
-  if (rows_after < rows) gather_rows(all, map_rows(fates, rows, rows_after));
+  if (rows_after < rows) gather_rows(all, map_rows(fates, row_homes(table.columns.means, rows_after)));
   return rows_after;
 }
 
@@ -168,7 +168,7 @@ MGPU_BINDINGS(densify) {
         const SplatColumns table = columns_of(columns);
         TORCH_CHECK_VALUE(statistics.size() >= 2, "statistics has ", statistics.size(),
                           " tensors, expected gradient, views and perhaps radius.");
-        const RowStatistics gathered = statistics_of(statistics, false, table.num_rows);
+        const RowStatistics gathered = statistics_of(statistics, false, homes_of(table));
         const DensifyRules rules{static_cast<float>(grow_gradient),
                                  static_cast<float>(split_scale),
                                  static_cast<float>(split_radius),

@@ -35,7 +35,7 @@ struct KeptAlive {
 const KeptAlive& kept_alive(const Frame& frame);
 
 // A frame ready for run_project or run_forward. Without `state` and `history` nothing is replayed. `homes`:
-// pairs of row numbers; none: equal chunks.
+// pairs of row numbers; none: as the table was placed.
 std::shared_ptr<Frame> make_frame(
     const Tensors& columns, const std::optional<Tensors>& state, const std::shared_ptr<History>& history,
     const std::vector<CameraArguments>& cameras, const RenderSettings& settings,

@@ -136,7 +136,7 @@ std::unique_ptr<TrainResult> train_step_tensors(
   settings.wanted_viewmats = wanted_viewmats;
   settings.wanted_step = wanted_step;
   settings.step = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
-                                statistics_of(statistics, absgrad, frame->columns.num_rows));
+                                statistics_of(statistics, absgrad, frame->homes));
   std::vector<const Frame*> waiting;
   for (const auto& earlier : pending) waiting.push_back(earlier.get());
   out->outcome = train_step(*frame, std::move(waiting), photographs, settings, *history);
@@ -182,7 +182,7 @@ MGPU_BINDINGS(train) {
           for (const auto& frame : frames) pointers.push_back(frame.get());
           report = step(pointers, table, moments, history,
                         step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
-                                      statistics_of(statistics, absgrad, table.num_rows)));
+                                      statistics_of(statistics, absgrad, homes_of(table))));
           history.push(lrs, noise_scale);
         }
         return report_of(report);

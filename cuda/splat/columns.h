@@ -2,10 +2,12 @@
 // columns.h: the splat table as stages see it: plain pointers, valid on every shard.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "math/adam.h"
 #include "math/half.h"
 #include "math/host_device.h"
+#include "memory/homes.h"
 
 namespace mgpu::splat {
 
@@ -54,6 +56,11 @@ struct SplatColumns {
   int64_t num_rows;
   int sh_rest;  // 0, 3, 8 or 15: bands above the constant one
 };
+
+// A table's rows over the shards of the mesh: as its means were placed (memory/homes.h).
+inline std::vector<RowRange> homes_of(const SplatColumns& columns) {
+  return row_homes(columns.means, columns.num_rows);
+}
 
 // Optimizer state of a table, and what is needed to replay missed steps. All pointers may be null (no
 // replay).

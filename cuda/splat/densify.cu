@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
 DensifyPlan plan_densification(const SplatColumns& columns, const RowStatistics& statistics,
                                const DensifyRules& rules) {
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const size_t shards = homes.size();
   DensifyPlan plan;
   plan.fates.resize(shards);
@@ -168,9 +168,9 @@ void densify(const SplatColumns& columns, const AdamState* state, const DensifyP
              int64_t step, int64_t now) {
   if (plan.pruned == 0 && plan.doubled == 0) return;
   JoinedOperator joined;
-  const RowMap map = map_rows(plan.fates, plan.rows_before, plan.rows_after);
+  const RowMap map = map_rows(plan.fates, row_homes(columns.means, plan.rows_after));
   gather_rows(all_columns(columns, state), map);
-  const std::vector<RowRange> homes = equal_chunks(plan.rows_after);
+  const std::vector<RowRange>& homes = map.homes;
   const auto finish = [&](const Shard& shard) {
     const RowRange home = homes[static_cast<size_t>(shard.index)];
     if (home.empty()) return;
@@ -183,7 +183,7 @@ void densify(const SplatColumns& columns, const AdamState* state, const DensifyP
 
 void reset_opacities(const SplatColumns& columns, const AdamState* state, float most) {
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   constexpr int kOpacities = 3;
   const float logit = std::log(most / (1.0f - most));
   for_each_shard("reset opacities", [&](const Shard& shard) {

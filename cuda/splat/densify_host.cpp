@@ -19,7 +19,7 @@ DensifyPlan plan_densification(const SplatColumns& columns, const RowStatistics&
       return key != other.key ? key < other.key : row < other.row;
     }
   };
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   DensifyPlan plan;
   plan.rows_before = columns.num_rows;
   for (size_t shard = 0; shard < homes.size(); ++shard)
@@ -59,9 +59,9 @@ DensifyPlan plan_densification(const SplatColumns& columns, const RowStatistics&
 void densify(const SplatColumns& columns, const AdamState* state, const DensifyPlan& plan, uint64_t seed,
              int64_t step, int64_t now) {
   if (plan.pruned == 0 && plan.doubled == 0) return;
-  const RowMap map = map_rows(plan.fates, plan.rows_before, plan.rows_after);
+  const RowMap map = map_rows(plan.fates, row_homes(columns.means, plan.rows_after));
   gather_rows(all_columns(columns, state), map);
-  const std::vector<RowRange> homes = equal_chunks(plan.rows_after);
+  const std::vector<RowRange>& homes = map.homes;
   const std::array<int, kColumns> floats = {3, 4, 3, 1, 3, 3 * columns.sh_rest};
   const auto finish = [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);
@@ -87,7 +87,7 @@ void densify(const SplatColumns& columns, const AdamState* state, const DensifyP
 }
 
 void reset_opacities(const SplatColumns& columns, const AdamState* state, float most) {
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   constexpr size_t kOpacities = 3;
   const float logit = std::log(most / (1.0f - most));
   for_each_shard("reset opacities", [&](const Shard& shard) {

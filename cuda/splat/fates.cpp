@@ -7,8 +7,16 @@
 
 namespace mgpu::splat {
 
-Fates fates_from_mask(const uint8_t* keep, int64_t rows) {
-  const std::vector<RowRange> homes = equal_chunks(rows);
+std::vector<RowRange> homes_of(const Fates& fates) {
+  std::vector<RowRange> homes;
+  for (const Buffer<uint8_t>& fate : fates) {
+    const int64_t begin = homes.empty() ? 0 : homes.back().end;
+    homes.push_back({begin, begin + fate.size()});
+  }
+  return homes;
+}
+
+Fates fates_from_mask(const uint8_t* keep, const std::vector<RowRange>& homes) {
   Fates fates;
   for (size_t shard = 0; shard < homes.size(); ++shard)
     fates.emplace_back(homes[shard].size(), static_cast<int>(shard));

@@ -22,13 +22,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) count[blockIdx.x] = total;
 }
 
-// The lists of all shards, for rows cut into equal chunks.
+// The lists of all shards.
 struct OriginLists {
-  RowOrigin* origin[kMaxShards];
-  int64_t chunk;
+  RowOrigin* origin[kMaxShards];  // of the shard's first row
+  int64_t end[kMaxShards];        // of its rows
   __device__ RowOrigin& operator[](int64_t row) const {
-    const int64_t home = row / chunk;
-    return origin[home][row - home * chunk];
+    int home = 0;
+    while (row >= end[home]) ++home;
+    return origin[home][row - (home > 0 ? end[home - 1] : 0)];
   }
 };
 
@@ -86,16 +87,18 @@ int64_t count_rows_after(const Fates& fates) {
   return sum;
 }
 
-RowMap map_rows(const Fates& fates, int64_t rows_before, int64_t rows_after) {
+RowMap map_rows(const Fates& fates, const std::vector<RowRange>& homes_after) {
   JoinedOperator joined;
-  const std::vector<RowRange> before = equal_chunks(rows_before), after = equal_chunks(rows_after);
+  const std::vector<RowRange> before = homes_of(fates);
+  const std::vector<RowRange>& after = homes_after;
   RowMap map;
-  map.rows = rows_after;
+  map.rows = after.back().end;
+  map.homes = after;
   OriginLists lists{};
-  lists.chunk = after[0].size() > 0 ? after[0].size() : 1;
   for (size_t shard = 0; shard < after.size(); ++shard) {
     map.origin.emplace_back(after[shard].size(), static_cast<int>(shard));
     lists.origin[shard] = map.origin[shard].data();
+    lists.end[shard] = after[shard].end;
   }
   const std::vector<Buffer<int64_t>> offset = scan_outcomes(fates);
   Buffer<int64_t> shard_total(static_cast<int64_t>(fates.size()), kExchange);

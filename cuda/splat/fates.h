@@ -19,17 +19,21 @@ enum RowFate : uint8_t {
 // RowOrigin::tag of the rows that come of it.
 enum RowTag : int { kSame = 0, kCopy = 1, kFirstChild = 2, kSecondChild = 3 };
 
-// By shard, of the rows of equal chunks of the table; home.
+// By shard, of the rows at home there; home.
 using Fates = std::vector<Buffer<uint8_t>>;
 
-// The fates of a mask, [rows] in the memory of a tensor: 0 is gone, anything else kept.
-Fates fates_from_mask(const uint8_t* keep, int64_t rows);
+// The fates of a mask, a byte for each row of `homes` in the memory of a tensor: 0 is gone, anything else
+// kept.
+Fates fates_from_mask(const uint8_t* keep, const std::vector<RowRange>& homes);
+
+// The homes that they are of.
+std::vector<RowRange> homes_of(const Fates& fates);
 
 // Rows that come of it; waits for the shards.
 int64_t count_rows_after(const Fates& fates);
 
 // Where the rows afterwards come from: in the order of the rows before, a row's own two side by side.
-// rows_after: as count_rows_after says. Stages "count outcomes" and "map rows".
-RowMap map_rows(const Fates& fates, int64_t rows_before, int64_t rows_after);
+// homes_after: of as many rows as count_rows_after says. Stages "count outcomes" and "map rows".
+RowMap map_rows(const Fates& fates, const std::vector<RowRange>& homes_after);
 
 }  // namespace mgpu::splat

@@ -28,11 +28,13 @@ int64_t count_rows_after(const Fates& fates) {
   return sum;
 }
 
-RowMap map_rows(const Fates& fates, int64_t rows_before, int64_t rows_after) {
+RowMap map_rows(const Fates& fates, const std::vector<RowRange>& homes_after) {
   const std::vector<int64_t> count = count_outcomes(fates);
-  const std::vector<RowRange> before = equal_chunks(rows_before), after = equal_chunks(rows_after);
+  const std::vector<RowRange> before = homes_of(fates);
+  const std::vector<RowRange>& after = homes_after;
   RowMap map;
-  map.rows = rows_after;
+  map.rows = after.back().end;
+  map.homes = after;
   for (size_t shard = 0; shard < after.size(); ++shard)
     map.origin.emplace_back(after[shard].size(), static_cast<int>(shard));
   const auto list = [&](const Shard& shard) {

@@ -21,6 +21,12 @@ std::vector<RowBytes> all_columns(const SplatColumns& columns, const AdamState* 
   return out;
 }
 
+int64_t most_rows(const std::vector<RowRange>& homes) {
+  int64_t most = 0;
+  for (const RowRange& home : homes) most = std::max(most, home.size());
+  return most;
+}
+
 RowSlices slices_of(int64_t row_bytes, int64_t rows, int64_t scratch_bytes) {
   RowSlices slices{};
   slices.unit = row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : 2;

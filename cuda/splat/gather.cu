@@ -139,9 +139,10 @@ void gather_slice(const RowBytes& column, const Slice& slice, const RowMap& map,
 void gather_rows(const std::vector<RowBytes>& columns, const RowMap& map, int64_t scratch_bytes) {
   if (map.rows == 0) return;
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(map.rows);
+  const std::vector<RowRange>& homes = map.homes;
+  const int64_t most = most_rows(homes);
   for (const RowBytes& column : columns) {
-    const RowSlices slices = slices_of(column.row_bytes, homes[0].size(), scratch_bytes);
+    const RowSlices slices = slices_of(column.row_bytes, most, scratch_bytes);
     for (int64_t first = 0; first < slices.row_units; first += slices.most_units) {
       const Slice slice{slices.row_units, first, std::min(slices.most_units, slices.row_units - first)};
       switch (slices.unit) {

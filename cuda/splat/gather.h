@@ -25,7 +25,8 @@ HOST_DEVICE inline RowOrigin row_origin(int64_t row, int tag = 0) {
 // Where the rows of a table come from.
 struct RowMap {
   int64_t rows = 0;                       // of the table afterwards
-  std::vector<Buffer<RowOrigin>> origin;  // [shards] home; of the rows equal_chunks(rows)[shard]
+  std::vector<RowRange> homes;            // [shards] of these
+  std::vector<Buffer<RowOrigin>> origin;  // [shards] home; of the rows homes[shard]
 };
 
 // Anything with a value a row.
@@ -44,6 +45,9 @@ constexpr int64_t kGatherScratch = int64_t{1} << 31;
 // of its rows. Stages "gather rows" and "put rows".
 void gather_rows(const std::vector<RowBytes>& columns, const RowMap& map,
                  int64_t scratch_bytes = kGatherScratch);
+
+// Of the shard that has most of them.
+int64_t most_rows(const std::vector<RowRange>& homes);
 
 // How the rows of a column are cut into slices.
 struct RowSlices {

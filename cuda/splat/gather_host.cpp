@@ -15,10 +15,10 @@ constexpr int64_t kRowsPerPiece = 4096;
 }  // namespace
 
 void gather_rows(const std::vector<RowBytes>& columns, const RowMap& map, int64_t scratch_bytes) {
-  const std::vector<RowRange> homes = equal_chunks(map.rows);
-  const int64_t most_rows = homes[0].size();
+  const std::vector<RowRange>& homes = map.homes;
+  const int64_t most = most_rows(homes);
   for (const RowBytes& column : columns) {
-    const RowSlices slices = slices_of(column.row_bytes, most_rows, scratch_bytes);
+    const RowSlices slices = slices_of(column.row_bytes, most, scratch_bytes);
     char* const data = static_cast<char*>(column.data);
     for (int64_t first = 0; first < slices.row_units; first += slices.most_units) {
       const int64_t bytes = std::min(slices.most_units, slices.row_units - first) * slices.unit;

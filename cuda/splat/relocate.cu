@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads)
 
 RowList dead_rows(const SplatColumns& columns, float min_opacity) {
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const size_t shards = homes.size();
   std::vector<Buffer<uint32_t>> bits(shards);
   std::vector<Buffer<int64_t>> offset(shards);
@@ -203,7 +203,7 @@ RowList sample_rows(const SplatColumns& columns, float min_opacity, int64_t coun
   RowList sampled;
   if (count <= 0) return sampled;
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const int shards = mesh().size();
   std::vector<Buffer<uint64_t>> weight_before(homes.size());  // by shard and piece, and of the whole shard
   for_each_shard("sample sums", [&](const Shard& shard) {
@@ -257,7 +257,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
   check_pairs(source, destination);
   if (source.count == 0) return;
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const auto mine = [&](const Shard& shard) {
     return rows_of(columns, state, now, homes[static_cast<size_t>(shard.index)]);
   };
@@ -277,7 +277,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
 void reset_rows(const SplatColumns& columns, const AdamState& state, const RowList& rows, int64_t now) {
   if (rows.count == 0) return;
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   for_each_shard("reset rows", [&](const Shard& shard) {
     reset_rows_kernel<<<warps_for(rows.count), kThreads, 0, shard_stream(shard.index)>>>(
         rows_of(columns, &state, now, homes[static_cast<size_t>(shard.index)]), rows.view());

@@ -61,7 +61,7 @@ void reset_moments(const SplatColumns& columns, const AdamState* state, int64_t 
 }  // namespace
 
 RowList dead_rows(const SplatColumns& columns, float min_opacity) {
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   std::vector<std::vector<std::vector<int64_t>>> found;
   for (const RowRange& home : homes) found.emplace_back(static_cast<size_t>(pieces_of(home)));
   for_each_shard("dead rows", [&](const Shard& shard) {
@@ -87,7 +87,7 @@ RowList sample_rows(const SplatColumns& columns, float min_opacity, int64_t coun
   sampled.count = count;
   sampled.row = Buffer<int64_t>(count, kExchange);
   std::fill(sampled.row.begin(), sampled.row.end(), -1);
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   std::vector<std::vector<uint64_t>> weight_before;  // by shard and piece: the sum of all pieces before
   for (const RowRange& home : homes) weight_before.emplace_back(static_cast<size_t>(pieces_of(home)));
   for_each_shard("sample sums", [&](const Shard& shard) {
@@ -151,7 +151,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
   const int64_t row_floats =
       std::accumulate(views.begin(), views.end(), int64_t{0},
                       [](int64_t sum, const ColumnView& view) { return sum + view.size; });
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const int64_t num_sources = static_cast<int64_t>(distinct.size());
   Buffer<float> parcel;
   for (int64_t chunk = 0; chunk < num_sources; chunk += kSourcesPerExchange) {
@@ -201,7 +201,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
 
 void reset_rows(const SplatColumns& columns, const AdamState& state, const RowList& rows, int64_t now) {
   const RowListView list = rows.view();
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   for_each_shard("reset rows", [&](const Shard& shard) {
     const RowRange mine = positions_in(list, homes[static_cast<size_t>(shard.index)]);
     for (int64_t i = mine.begin; i < mine.end; ++i) reset_moments(columns, &state, list[i], now);

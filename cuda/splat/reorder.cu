@@ -64,10 +64,11 @@ __global__ void __launch_bounds__(kThreads)
 
 RowMap hilbert_order(const SplatColumns& columns) {
   JoinedOperator joined;
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const size_t shards = homes.size();
   RowMap map;
   map.rows = columns.num_rows;
+  map.homes = homes;
   map.origin.resize(shards);
   if (columns.num_rows == 0) return map;
   const Buffer<RowCube> cube = row_cube(columns);

@@ -21,7 +21,7 @@ struct KeyedRow {
 }  // namespace
 
 RowMap hilbert_order(const SplatColumns& columns) {
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   const Buffer<RowCube> cube = row_cube(columns);
   Buffer<KeyedRow> keyed(columns.num_rows, kExchange);
   for_each_shard("row keys", [&](const Shard& shard) {
@@ -34,6 +34,7 @@ RowMap hilbert_order(const SplatColumns& columns) {
   std::sort(keyed.begin(), keyed.end());
   RowMap map;
   map.rows = columns.num_rows;
+  map.homes = homes;
   for (size_t shard = 0; shard < homes.size(); ++shard)
     map.origin.emplace_back(homes[shard].size(), static_cast<int>(shard));
   for_each_shard("row order", [&](const Shard& shard) {

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Buffer<RowCube> row_cube(const SplatColumns& columns) {
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   std::vector<Buffer<MeansSummary>> own;
   for (int shard = 0; shard < static_cast<int>(homes.size()); ++shard) own.emplace_back(1, shard);
   for_each_shard("row summary", [&](const Shard& shard) {

@@ -39,7 +39,7 @@ int bin_after(const std::vector<int64_t>& rows, int64_t skip, bool from_above) {
 }  // namespace
 
 Buffer<RowCube> row_cube(const SplatColumns& columns) {
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   std::vector<MeansSummary> summaries(homes.size());
   for_each_shard("row cube", [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 RowMeasure measure_rows(const SplatColumns& columns) {
   JoinedOperator joined;
   const Buffer<RowCube> cube = row_cube(columns);
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   std::vector<Buffer<Counts>> own;
   for (int shard = 0; shard < static_cast<int>(homes.size()); ++shard) own.emplace_back(1, shard);
   const auto measure = [&](const Shard& shard) {  // a run lies with its first row

@@ -43,7 +43,7 @@ void measure_run(const SplatColumns& columns, const RowCube& cube, int64_t begin
 
 RowMeasure measure_rows(const SplatColumns& columns) {
   const Buffer<RowCube> cube = row_cube(columns);
-  const std::vector<RowRange> homes = equal_chunks(columns.num_rows);
+  const std::vector<RowRange> homes = homes_of(columns);
   std::vector<RowMeasure> own(homes.size(), RowMeasure{});
   const auto measure = [&](const Shard& shard) {  // a run lies with its first row
     const size_t index = static_cast<size_t>(shard.index);

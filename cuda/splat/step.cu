@@ -818,9 +818,9 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
 
 void flush(const SplatColumns& columns, const AdamState& state, const History& history) {
   JoinedOperator joined;
-  const int shards = mesh().size();
+  const std::vector<RowRange> homes = homes_of(columns);
   for_each_shard("flush", [&](const Shard& shard) {
-    const RowRange home = equal_chunk(columns.num_rows, shard.index, shards);
+    const RowRange home = homes[static_cast<size_t>(shard.index)];
     if (home.empty()) return;
     Buffer<float> tables;
     const FlushInput in{{columns, state, upload_history(history.view(), tables, shard.index)}, home};

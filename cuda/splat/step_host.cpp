@@ -297,9 +297,9 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
 
 void flush(const SplatColumns& columns, const AdamState& state, const History& history) {
   const AdamHistory missed = history.view();
-  const int shards = mesh().size();
+  const std::vector<RowRange> homes = homes_of(columns);
   for_each_shard("flush", [&](const Shard& shard) {
-    const RowRange home = equal_chunk(columns.num_rows, shard.index, shards);
+    const RowRange home = homes[static_cast<size_t>(shard.index)];
     parallel_for(home.size(), kRowsPerPiece, [&](int64_t begin, int64_t end) {
       RowInHand hand(columns, state, missed);
       for (int64_t row = home.begin + begin; row < home.begin + end; ++row) {

@@ -398,6 +398,40 @@ def place(tensor: Tensor, shards: int | Sequence[int] | Tensor) -> Tensor:
     return tensor
 
 
+def place_rows(tensor: Tensor, homes: Sequence[tuple[int, int]]) -> int:
+    """Say which rows of a tensor are at home on which shard, and move its pages so; address and contents stay.
+
+    A page goes to the home of the row in its middle: at most half a page beside each boundary lies on the neighbour's
+    shard (`misplaced_bytes`). Stages read the homes of a splat table from its means; where rows were added or taken away
+    since, the ranges are stretched. Without a call of this, rows are in equal chunks.
+
+    Args:
+        tensor: on `mgpu`, of at least 1 MiB or made by `reserve`.
+        homes: (begin, end) for each shard, ascending, without gaps; some may be empty.
+    Returns: how many pages have moved. Pages in host memory stay there.
+    Raises: ValueError for ranges that do not fit; RuntimeError if the tensor shares its page.
+    """
+    return int(_C.place_rows(tensor, [(int(begin), int(end)) for begin, end in homes]))
+
+
+def row_homes(tensor: Tensor) -> list[tuple[int, int]]:
+    """(begin, end) of each shard's rows, as `place_rows` has dealt them; else equal chunks."""
+    return _C.row_homes(tensor)
+
+
+def misplaced_bytes(tensor: Tensor) -> int:
+    """Bytes of rows that lie on another shard than their home, because pages hold rows of two shards or were not moved."""
+    if tensor.numel() == 0:
+        return 0
+    row_bytes = tensor.element_size() * tensor.stride(0)
+    homes, page, misplaced = row_homes(tensor), 2 << 20, 0
+    for number, shard in enumerate(placement(tensor).tolist()):
+        begin, end = (homes[shard][0] * row_bytes, homes[shard][1] * row_bytes) if shard >= 0 else (0, 0)
+        first, last = number * page, min((number + 1) * page, tensor.numel() * tensor.element_size())
+        misplaced += last - first - max(0, min(end, last) - max(begin, first))
+    return misplaced
+
+
 def _whole_numbers(function: str, what: str, values: Any) -> int | list[int]:
     """A number or a list of numbers. Raises TypeError for anything that is only close to one, such as 0.5 or 1.0."""
     plain = values.tolist() if hasattr(values, "tolist") else values  # tensors, arrays
