@@ -59,6 +59,7 @@ def groups(*, slow: bool, gpu: bool) -> list[Group]:
                 "0",
                 {**need, "MGPU_MEMORY": "managed"},
             ),
+            Group("gpu 0,0,0,0: partition", ["-m", "not slow", "tests/partition"], "0,0,0,0", need),
             Group(
                 "gpu, elsewhere", ["-m", "gpu", "tests", *(f"--ignore={room}" for room in rooms)], "0", need
             ),
@@ -69,7 +70,12 @@ def groups(*, slow: bool, gpu: bool) -> list[Group]:
     return [
         Group("device and splats, cpu:1", [*fast, "tests/device", "tests/splats"], "cpu:1"),
         Group("device and splats, cpu:3", [*fast, "tests/device", "tests/splats"], "cpu:3"),
-        Group("everything else", [*fast, "tests", "--ignore=tests/device", "--ignore=tests/splats"], None),
+        Group("partition, cpu:4", [*fast, "tests/partition"], "cpu:4"),
+        Group(
+            "everything else",
+            [*fast, "tests", *(f"--ignore=tests/{room}" for room in ("device", "splats", "partition"))],
+            None,
+        ),
     ]
 
 

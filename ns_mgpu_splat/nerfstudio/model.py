@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tyro.conf import Suppress
 
-from ns_mgpu_splat.nerfstudio.device import shard_memory, start_device
+from ns_mgpu_splat.nerfstudio.device import shard_memory, shard_names, start_device
+from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 
 kSsimWindow = 11
@@ -91,6 +92,11 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     reorder_every: int = 0
     """Steps between two times that Gaussians are put in the order of their places, so that neighbours are read together;
     0: never. For scenes of millions."""
+    placement: bool = True
+    """On several shards: keep each one's share of Gaussians and of work equal, by moving pages of 2 MiB after a round of
+    multiplying. False leaves equal numbers of Gaussians on all shards, wherever these are in the scene."""
+    placement_tolerance: float = 0.05
+    """How far a shard's share may be off before pages move, in 0 to 0.5. Raise it if pages move in every round."""
     ssim_lambda: float = 0.2
     """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
@@ -142,6 +148,11 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
         if not 0 <= self.ssim_lambda <= 1:
             raise SystemExit(
                 f"mgpu-splat: --pipeline.model.ssim-lambda is {self.ssim_lambda}, it must be in 0 to 1."
+            )
+        if not 0 <= self.placement_tolerance < 0.5:
+            raise SystemExit(
+                f"mgpu-splat: --pipeline.model.placement-tolerance is {self.placement_tolerance}, it must be at least 0 and "
+                "below 0.5."
             )
         if self.grow_factor < 1:
             raise SystemExit(
@@ -206,6 +217,8 @@ class MgpuSplatModel(SplatfactoModel):
         self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})
         self.optimizer: Any = None
         self.strategy: Any = None
+        self.placement: Any = None
+        self.link_meter = LinkMeter()
         self.camera_optimizer: CameraOptimizer = config.camera_optimizer.setup(
             num_cameras=self.num_train_data, device=device
         )
@@ -261,12 +274,16 @@ class MgpuSplatModel(SplatfactoModel):
 
     def start_training(self, optimizer: Any, schedule_steps: int, seed: int) -> None:
         """Take the optimizer of the table and set densification up; called once, by the trainer."""
+        from ns_mgpu_splat.partition.placement import Placement, PlacementSettings
         from ns_mgpu_splat.splats.densify import DefaultStrategy, McmcStrategy
 
         self.optimizer = optimizer
         self.schedule_steps = schedule_steps
         config = self.config
+        if config.placement and len(shard_names()) > 1:
+            self.placement = Placement(PlacementSettings(config.placement_tolerance, config.refine_every))
         common: dict[str, Any] = {
+            "placement": self.placement,
             "max_gaussians": self.cap,
             "refine_start": config.warmup_length,
             "refine_every": config.refine_every,
@@ -289,6 +306,11 @@ class MgpuSplatModel(SplatfactoModel):
                 "reset_every": config.reset_alpha_every * config.refine_every,
             }
         self.strategy = kind(refine_stop=usual_stop if stop is None else stop, **common)
+
+    def place_rows(self) -> None:
+        """Deal rows to the shards, as before the first step."""
+        if self.placement is not None:
+            self.placement.update(self.table, self.optimizer)
 
     def get_training_callbacks(
         self, training_callback_attributes: TrainingCallbackAttributes
@@ -469,8 +491,19 @@ class MgpuSplatModel(SplatfactoModel):
             )
         for shard, used in enumerate(shard_memory()):
             metrics[f"memory_mib/shard_{shard}"] = used / 2**20
+        metrics.update(self.partition_metrics())
         self.camera_optimizer.get_metrics_dict(metrics)
         return metrics
+
+    def partition_metrics(self) -> dict[str, float]:
+        """What goes over the links and how rows are dealt, on a mesh of several shards; asks no GPU."""
+        if len(shard_names()) < 2:
+            return {}
+        return self.link_meter.figures() | (
+            {}
+            if self.placement is None
+            else {f"placement/{name}": value for name, value in self.placement.figures().items()}
+        )
 
     @staticmethod
     def _psnr(rgb: Tensor, target: Tensor, batch: Mapping[str, Any]) -> float:

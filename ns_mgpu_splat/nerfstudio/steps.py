@@ -159,6 +159,7 @@ class NativeSteps:
             values["psnr"] = model._psnr(report.images[0].clamp(0, 1), target, batch)
             for shard, used in enumerate(shard_memory()):
                 values[f"memory_mib/shard_{shard}"] = used / 2**20
+            values.update(model.partition_metrics())
             model.camera_optimizer.get_metrics_dict(values)
             return values
 

@@ -273,6 +273,7 @@ class MgpuSplatTrainer(Trainer):
             model.start_training(optimizers.table, self.config.schedule_steps, self.config.machine.seed)
             if state is not None:
                 self._restore(state, optimizers)
+            model.place_rows()
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         return optimizers

@@ -9,11 +9,13 @@ large, and prunes. What they draw depends on (seed, step, row) alone: the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.partition.placement import Placement
 from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.statistics import RowStatistics
 from ns_mgpu_splat.splats.table import SplatTable
@@ -39,6 +41,8 @@ class McmcStrategy:
     """Steps between two times that rows are sorted in space (SplatTable.reorder); 0: never."""
     seed: int = 0
     """Of the draws of rows to copy."""
+    placement: Placement | None = None
+    """Deals rows to the shards anew after each refinement; None: they stay as they are dealt."""
 
     def __post_init__(self) -> None:
         _check_common(self)
@@ -59,10 +63,12 @@ class McmcStrategy:
         """
         _check_cap(table, self.max_gaussians)
         report = {"relocated": 0, "added": 0, "total": table.num_rows}
-        if self.refines_at(step):
-            report = self._refine(table, optimizer, step)
-        if _reorders_at(step, self.reorder_every, self.refine_stop):
-            table.reorder(optimizer)
+        reorders = _reorders_at(step, self.reorder_every, self.refine_stop)
+        with _placed(self.placement if reorders or self.refines_at(step) else None, table, optimizer):
+            if self.refines_at(step):
+                report = self._refine(table, optimizer, step)
+            if reorders:
+                table.reorder(optimizer)
         return report
 
     def _refine(self, table: SplatTable, optimizer: SplatAdam, step: int) -> dict[str, int]:
@@ -146,6 +152,8 @@ class DefaultStrategy:
     """Steps between two times that rows are sorted in space (SplatTable.reorder); 0: never."""
     seed: int = 0
     """Of the places of a split row's children."""
+    placement: Placement | None = None
+    """Deals rows to the shards anew after each refinement; None: they stay as they are dealt."""
 
     def __post_init__(self) -> None:
         _check_common(self)
@@ -173,19 +181,21 @@ class DefaultStrategy:
         """
         _check_cap(table, self.max_gaussians)
         report = {"pruned": 0, "added": 0, "total": table.num_rows}
-        if step >= self.refine_stop:
-            optimizer.statistics = None
-        elif optimizer.statistics is None or optimizer.statistics.absgrad != self.absgrad:
-            optimizer.statistics = RowStatistics(
-                table.num_rows, table.capacity, absgrad=self.absgrad, radius=self.screen_stop > 0
-            )
-        elif self.refines_at(step):
-            report = self._refine(table, optimizer, optimizer.statistics, step)
-        if self.resets_at(step):
-            optimizer.flush()
-            native().reset_opacities(table.columns(), optimizer.state(), 2 * self.prune_opacity)
-        if _reorders_at(step, self.reorder_every, self.refine_stop):
-            table.reorder(optimizer)
+        reorders = _reorders_at(step, self.reorder_every, self.refine_stop)
+        with _placed(self.placement if reorders or self.refines_at(step) else None, table, optimizer):
+            if step >= self.refine_stop:
+                optimizer.statistics = None
+            elif optimizer.statistics is None or optimizer.statistics.absgrad != self.absgrad:
+                optimizer.statistics = RowStatistics(
+                    table.num_rows, table.capacity, absgrad=self.absgrad, radius=self.screen_stop > 0
+                )
+            elif self.refines_at(step):
+                report = self._refine(table, optimizer, optimizer.statistics, step)
+            if self.resets_at(step):
+                optimizer.flush()
+                native().reset_opacities(table.columns(), optimizer.state(), 2 * self.prune_opacity)
+            if reorders:
+                table.reorder(optimizer)
         return report
 
     def _refine(
@@ -220,6 +230,16 @@ class DefaultStrategy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the draws of the saved run."""
         self.seed = _seed_of(state)
+
+
+@contextmanager
+def _placed(placement: Placement | None, table: SplatTable, optimizer: SplatAdam) -> Iterator[None]:
+    """Look at the rows before they change, and deal them anew afterwards."""
+    if placement is not None:
+        placement.observe(table, optimizer)
+    yield
+    if placement is not None:
+        placement.update(table, optimizer)
 
 
 def _check_common(strategy: McmcStrategy | DefaultStrategy) -> None:

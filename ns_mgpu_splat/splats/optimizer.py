@@ -104,6 +104,10 @@ class SplatAdam:
         """What else has a value a row, and moves with the table's rows."""
         return [] if self.statistics is None else self.statistics.tensors()
 
+    def rows_of_all(self) -> list[Tensor]:
+        """Every tensor here that has a value a row."""
+        return [*self.state(), *self.other_rows()]
+
     # ---- stepping
 
     def step(self, lrs: Mapping[str, float] | None = None) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,7 @@ class SplatTable:
         Raises: ValueError for a degree outside 0 to 3 or a capacity below `num_rows`.
         """
         check_degree(sh_degree)
+        self._placed: list[tuple[int, int]] | None = None
         self._capacity = num_rows if capacity is None else int(capacity)
         if self._capacity < num_rows:
             raise ValueError(
@@ -237,7 +238,38 @@ class SplatTable:
             for name, column in self.named_columns().items()
         }
 
+    @property
+    def homes(self) -> list[tuple[int, int]]:
+        """(begin, end) of the rows at home on each shard: as `place` has dealt them, else equal chunks."""
+        return torch.mgpu.row_homes(self.means)  # type: ignore[attr-defined]
+
+    @property
+    def placed(self) -> list[tuple[int, int]]:
+        """The homes for which pages were last dealt. Rows that were added or taken away since have stretched `homes`, but moved
+        no page."""
+        return self.homes if self._placed is None else self._placed
+
     # ---- changing it
+
+    def place(self, homes: Sequence[tuple[int, int]], optimizer: SplatAdam | None = None) -> int:
+        """Make shards the homes of these rows, and move pages so; images, gradients and addresses stay the same.
+
+        Call it between steps, with no gradient pending. A page that a boundary falls in lies whole on one of the two
+        shards (`torch.mgpu.place_rows`). Others may render meanwhile: they wait while pages move.
+
+        Args:
+            homes: (begin, end) for each shard, ascending and without gaps; some may be empty.
+            optimizer: of this table, if it has one; its state follows.
+        Returns: how many pages have moved.
+        Raises: ValueError for ranges that do not fit, or if the optimizer has gradients pending.
+        """
+        if optimizer is not None and optimizer.pending:
+            raise ValueError("place() with gradients pending: call step() or zero_pending() first.")
+        # the means last: by them all stages go, and the other columns are there by then
+        tensors = [*self.columns()[1:], *([] if optimizer is None else optimizer.rows_of_all())]
+        moved = sum(place_rows(tensor, homes) for tensor in tensors) + place_rows(self.means, homes)
+        self._placed = [(int(begin), int(end)) for begin, end in homes]
+        return moved
 
     def requires_grad_(self, requires_grad: bool = True) -> SplatTable:
         """Set `requires_grad` of all columns; returns the table."""
@@ -344,6 +376,7 @@ class SplatTable:
             column.grad = None
             column.data = resized(column.data, rows, capacity)
         self._capacity = capacity
+        self._placed = None
 
 
 def _rebuilt(columns: dict[str, Tensor], capacity: int, wanted: dict[str, bool]) -> SplatTable:
@@ -359,6 +392,11 @@ def grow_parameter(tensor: Tensor, rows: int) -> None:
     """Grow a reserved tensor (or parameter) in place; the object stays the same."""
     tensor.grad = None  # of the old shape
     torch.mgpu.grow(tensor, rows)  # type: ignore[attr-defined]
+
+
+def place_rows(tensor: Tensor, homes: Sequence[tuple[int, int]]) -> int:
+    """Place a reserved tensor's rows; returns how many pages have moved."""
+    return torch.mgpu.place_rows(tensor.detach(), homes)  # type: ignore[attr-defined]
 
 
 def shrink_parameter(tensor: Tensor, rows: int) -> None:

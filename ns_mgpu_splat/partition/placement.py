@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement: which shard is home to which rows, so that every shard has as much to hold and to do.
+
+Rows are in an order of space, so a contiguous run of them is a piece of the scene. The sequence is cut into one run a
+shard, of equal expected cost: half of a row's cost is that it is there (memory, and the pass over all rows), half how
+often it is seen. So no shard has more than twice its share of the rows, and none more than twice its share of the work.
+
+Hysteresis. A boundary stays where it is while the cost before it is within `tolerance` of what it should be; else it
+moves to where it is exactly right, so what is measured with an error below the tolerance never moves pages to and fro.
+And all moves together must pay: the seconds that the steps until the next chance save, by bytes that a step moves in
+memory, must exceed the seconds that the pages take over the links.
+
+Boundaries are cut at rows where the widest column (`shN`) begins a page, if a shard has `align_pages` of these or more;
+in smaller tables at any row, because there a page is a large part of a shard. In the other columns, and in small tables,
+a boundary falls inside a page, which then lies on the shard whose row is in its middle: its neighbour reaches at most
+half of it over a link. `PlacementReport.misplaced_bytes` counts these bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ns_mgpu_splat.splats.optimizer import SplatAdam
+    from ns_mgpu_splat.splats.table import SplatTable
+
+PAGE_BYTES = 2 << 20
+SLICE_ROWS = 1 << 20  # rows that are looked at at a time: bounds what is allocated for it
+FEW_STEPS = 10  # fewer steps say little of how often a row is seen
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PlacementSettings:
+    """What placement weighs. Bytes and speeds are those of an H200; only their ratios matter."""
+
+    tolerance: float = 0.05
+    """Error of the cost before a boundary, as a share of one shard's cost, up to which it stays where it is."""
+    horizon: int = 100
+    """Steps until the next chance to move pages."""
+    align_pages: int = 16
+    """Pages of the widest column that a shard has at least, for boundaries to lie at pages."""
+    blocks: int = 1024
+    """Pieces of the sequence of rows for which costs are known; never below 256 rows each."""
+    row_bytes: float = 28.0
+    """What a step reads of a row that it does not see: mean, scales, opacity's step."""
+    seen_bytes: float = 2200.0
+    """What a step moves for a row that it sees: columns and moments to and fro, records and their gradients."""
+    memory_speed: float = 3.5e12
+    """Bytes a second of a shard's memory."""
+    page_speed: float = 4e10
+    """Bytes a second at which pages change their shard, with the mapping."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.tolerance < 0.5:
+            raise ValueError(f"tolerance is {self.tolerance}, expected 0 to 0.5.")
+        if self.horizon < 1 or self.blocks < 1:
+            raise ValueError(
+                f"horizon is {self.horizon} and blocks {self.blocks}, expected at least 1 of each."
+            )
+
+
+@dataclass(frozen=True)
+class CostMap:
+    """Cost along the sequence of rows: known where blocks end, even inside of them.
+
+    `rows` (B + 1,) ascending from 0 to N; `cost` (B + 1,) ascending from 0: the cost of the rows before.
+    """
+
+    rows: Floats
+    cost: Floats
+
+    @classmethod
+    def from_blocks(cls, block_rows: Sequence[int] | Floats, seen: Sequence[float] | Floats) -> CostMap:
+        """Blocks of so many rows, each row of which is `seen` in so many of 100 steps (any unit); total cost is 1."""
+        rows = np.asarray(block_rows, np.float64)
+        work = rows * np.asarray(seen, np.float64)
+        share = rows / max(rows.sum(), 1.0)
+        if work.sum() > 0:
+            share = 0.5 * share + 0.5 * work / work.sum()
+        return cls(np.concatenate([[0.0], np.cumsum(rows)]), np.concatenate([[0.0], np.cumsum(share)]))
+
+    def before(self, rows: Sequence[int]) -> Floats:
+        """Cost of the rows before each of these."""
+        return np.interp(np.asarray(rows, np.float64), self.rows, self.cost)
+
+    def of(self, homes: Sequence[tuple[int, int]]) -> Floats:
+        """Cost of each range."""
+        return self.before([end for _, end in homes]) - self.before([begin for begin, _ in homes])
+
+    def row_at(self, cost: float) -> float:
+        """The row before which there is this much cost; the last such row where rows cost nothing."""
+        return float(np.interp(cost, self.cost, self.rows))
+
+
+def imbalance(costs: Floats) -> float:
+    """Largest over mean; 1 where there is nothing."""
+    return float(costs.max() / costs.mean()) if len(costs) and costs.sum() > 0 else 1.0
+
+
+def page_starts(rows: int, row_bytes: int, shards: int, align_pages: int) -> NDArray[np.int64] | None:
+    """First whole rows of the pages of a column; None if shards have fewer than `align_pages` of these, so any row will do."""
+    pages = -(-rows * row_bytes // PAGE_BYTES)
+    if row_bytes == 0 or pages < align_pages * shards:
+        return None
+    return -(-np.arange(pages, dtype=np.int64) * PAGE_BYTES // row_bytes)
+
+
+def snapped(row: float, starts: NDArray[np.int64] | None, rows: int) -> int:
+    """The allowed boundary nearest to `row`."""
+    if starts is None:
+        return min(rows, max(0, round(row)))
+    after = int(np.searchsorted(starts, row))
+    near = [int(starts[i]) for i in (after - 1, after) if 0 <= i < len(starts)] + [rows]
+    return min(near, key=lambda start: abs(start - row))
+
+
+def cut(
+    costs: CostMap,
+    shards: int,
+    *,
+    starts: NDArray[np.int64] | None = None,
+    before: Sequence[int] | None = None,
+    tolerance: float = 0.0,
+) -> list[tuple[int, int]]:
+    """One contiguous run of rows a shard, of equal cost but for what boundaries and tolerance allow.
+
+    Args:
+        costs: of all rows.
+        starts: rows at which a run may begin; None: any.
+        before: (shards - 1,) boundaries so far; one stays if the cost before it is right within `tolerance` shares of a
+            shard's cost.
+    Returns: (begin, end) for each shard, ascending and without gaps; some are empty if there are few rows.
+    """
+    rows, total = int(costs.rows[-1]), float(costs.cost[-1])
+    bounds = [0]
+    for shard in range(1, shards):
+        wanted = total * shard / shards
+        row = snapped(costs.row_at(wanted), starts, rows)
+        if before is not None:
+            kept = min(before[shard - 1], rows)
+            if abs(float(costs.before([kept])[0]) - wanted) <= tolerance * total / shards:
+                row = kept
+        bounds.append(max(bounds[-1], row))
+    bounds.append(rows)
+    return list(pairwise(bounds))
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """What the latest `Placement.update` found and did."""
+
+    pages_moved: int = 0
+    imbalance: float = 1.0
+    """Largest over mean cost of the shards, as expected."""
+    row_imbalance: float = 1.0
+    """Largest over mean number of rows."""
+    misplaced_bytes: int = 0
+    """Bytes of rows of all columns and moments that lie on a neighbour's page."""
+
+
+class Placement:
+    """Keeps the homes of a table's rows; one for a table. Nothing to do on a mesh of one shard.
+
+    `observe` before rows are flushed, `update` after rows have changed: between the two a refinement may add, take away
+    and reorder rows. How often rows are seen is carried over by place: a piece of the new sequence takes it from the
+    observed piece whose middle is nearest.
+    """
+
+    def __init__(self, settings: PlacementSettings | None = None) -> None:
+        self.settings = settings or PlacementSettings()
+        self.report = PlacementReport()
+        """Of the latest update."""
+        self.pages_moved = 0
+        """Since the beginning."""
+        self._observed: tuple[torch.Tensor, Floats] | None = None  # middles (B, 3), rates (B,) per step
+
+    def block_rows(self, rows: int) -> int:
+        """Rows of one piece of the sequence."""
+        return max(256, -(-rows // self.settings.blocks))
+
+    def observe(self, table: SplatTable, optimizer: SplatAdam) -> None:
+        """Estimate how often rows are seen from when they were last, since the latest flush; call it before a flush.
+
+        A row's age since it was last seen, cut off at the flush, tells its rate by maximum likelihood: seen rows over the
+        steps in which they were not. Of a piece of rows: the sum of both. Reads 16 bytes a row, once a refinement.
+        """
+        now, window = optimizer.history.now, optimizer.history.now - optimizer.history.base
+        if shard_count() < 2 or window < FEW_STEPS or table.num_rows == 0:
+            return
+        last = optimizer.last_step
+
+        def seen(begin: int, end: int, size: int) -> torch.Tensor:
+            return (last[begin:end] > now - window).view(-1, size).sum(1)
+
+        def missed(begin: int, end: int, size: int) -> torch.Tensor:
+            return (now - last[begin:end]).clamp_(max=window).view(-1, size).sum(1)
+
+        size = self.block_rows(table.num_rows)
+        rows_seen = _by_block(seen, table.num_rows, size)
+        steps_missed = _by_block(missed, table.num_rows, size)
+        self._observed = (self._middles(table), rows_seen / np.maximum(steps_missed + rows_seen, 1.0))
+
+    def update(self, table: SplatTable, optimizer: SplatAdam | None = None) -> PlacementReport:
+        """Cut the sequence anew, and move the pages that it pays to move; call it between steps."""
+        shards = shard_count()
+        if shards < 2 or table.num_rows == 0:
+            return self.report
+        costs = self.costs(table)
+        rows, settings = table.num_rows, self.settings
+        widest = max(table.columns(), key=lambda column: column.stride(0) * column.element_size())
+        starts = page_starts(
+            rows, widest.stride(0) * widest.element_size(), shards, self.settings.align_pages
+        )
+        # rows may have been added since pages were dealt: what counts is where the pages are
+        kept = [end for _, end in table.placed[:-1]]
+        stay = cut(costs, shards, before=kept, tolerance=float("inf"))
+        homes = cut(costs, shards, starts=starts, before=kept, tolerance=settings.tolerance)
+        if not self._pays(table, optimizer, costs, stay, homes):
+            homes = stay
+        moved = table.place(homes, optimizer)  # also when nothing moves: rows may be new
+        self.pages_moved += moved
+        tensors = [*table.columns(), *([] if optimizer is None else optimizer.rows_of_all())]
+        self.report = PlacementReport(
+            moved,
+            imbalance(costs.of(homes)),
+            imbalance(np.array([end - begin for begin, end in homes], np.float64)),
+            sum(torch.mgpu.misplaced_bytes(tensor.detach()) for tensor in tensors),  # type: ignore[attr-defined]
+        )
+        return self.report
+
+    def costs(self, table: SplatTable) -> CostMap:
+        """Cost along the table's rows, from what was observed; without an observation every row costs the same."""
+        rows, size = table.num_rows, self.block_rows(table.num_rows)
+        block_rows = np.minimum(size, rows - np.arange(0, rows, size)).astype(np.float64)
+        seen = np.zeros(len(block_rows))
+        if self._observed is not None:
+            middles, rates = self._observed
+            seen = rates[torch.cdist(self._middles(table), middles).argmin(1).numpy()]
+        return CostMap.from_blocks(block_rows, seen)
+
+    def figures(self) -> dict[str, float]:
+        """For the training metrics."""
+        return {
+            "pages_moved": float(self.pages_moved),
+            "home_cost_imbalance": self.report.imbalance,
+            "home_row_imbalance": self.report.row_imbalance,
+            "misplaced_mib": self.report.misplaced_bytes / 2**20,
+        }
+
+    def _middles(self, table: SplatTable) -> torch.Tensor:
+        """(B, 3) mean position of each piece, on the host."""
+        means = table.means.detach()
+
+        def middle(begin: int, end: int, size: int) -> torch.Tensor:
+            return means[begin:end].view(-1, size, 3).mean(1)
+
+        middles = _by_block(middle, table.num_rows, self.block_rows(table.num_rows))
+        return torch.from_numpy(np.nan_to_num(middles, posinf=0.0, neginf=0.0))
+
+    def _pays(
+        self,
+        table: SplatTable,
+        optimizer: SplatAdam | None,
+        costs: CostMap,
+        stay: Sequence[tuple[int, int]],
+        homes: Sequence[tuple[int, int]],
+    ) -> bool:
+        """Whether the steps until the next chance save more seconds than moving pages takes."""
+        if list(stay) == list(homes):
+            return True
+        settings, rows = self.settings, table.num_rows
+        tensors = [*table.columns(), *([] if optimizer is None else optimizer.rows_of_all())]
+        bytes_a_row = sum(
+            tensor.stride(0) * tensor.element_size() for tensor in tensors if tensor.numel() > 0
+        )
+        moved_rows = sum(abs(a - b) for (_, a), (_, b) in zip(stay, homes, strict=True))
+        seen = 0.0 if self._observed is None else float(self._observed[1].mean())
+        step_bytes = rows * (settings.row_bytes + seen * settings.seen_bytes) / len(homes)
+        gain = imbalance(costs.of(stay)) - imbalance(costs.of(homes))
+        saved = settings.horizon * gain * step_bytes / settings.memory_speed
+        # what cannot be had in memory at all counts as well: a shard must not hold more than twice its share
+        crowded = max(end - begin for begin, end in stay) > 2.5 * rows / len(stay)
+        return crowded or saved > moved_rows * bytes_a_row / settings.page_speed
+
+
+def shard_count() -> int:
+    """Shards of the mesh."""
+    return len(torch.mgpu.mesh().shards)  # type: ignore[attr-defined]
+
+
+def _by_block(value: Callable[[int, int, int], torch.Tensor], rows: int, size: int) -> Floats:
+    """(B, ...) float64 on the host: `value(begin, end, size)` of rows that are whole blocks, slice by slice, and last of the
+    rows that are left, as a block of their own."""
+    whole, step = rows // size * size, max(size, SLICE_ROWS // size * size)
+    parts = [value(begin, min(whole, begin + step), size) for begin in range(0, whole, step)]
+    if whole < rows:
+        parts.append(value(whole, rows, rows - whole))
+    out: Floats = torch.cat(parts).cpu().double().numpy()
+    return out
