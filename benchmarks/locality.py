@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the partition is worth: bytes between shards, balance, and what the machinery itself costs.
+
+    python benchmarks/locality.py [--tables links machinery] [--splats N] [--blocks B] [--images N] [--size WxH]
+        [--steps 1 8 8s all] [--json FILE]
+
+The scene is that of `mgpu-splat-city --splats N`: Gaussians on the surfaces of a town, and the cameras of its survey from
+the air and its drive along the streets. The mesh is that of MGPU_DEVICES (default here: cpu:8).
+
+links: bytes from shard to shard in a training step, rows in random order in equal chunks against rows in the order of
+space, placed by cost; tiles have the same kind of owners in both. Also the balance of the blending work: largest over mean,
+over the steps. `--steps`: how many cameras a step has: a number of random ones, a number with `s` of ones that are spread
+over the shards (partition/batches.py), or all in one step. All cameras are seen once, street and air apart.
+
+machinery: milliseconds of a training step, and of all that is done between steps: order, observation, placement, moves;
+and their share of the steps between two refinements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "partition"))
+from city_scene import city_cameras, city_columns
+
+LRS = {"means": 1e-5, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
+KINDS = ("records", "gradients", "pixels")
+TARGETS = {"street": 5.0, "aerial": 3.0}
+REFINE_EVERY = 100
+
+
+def total(matrix: list[list[int]]) -> int:
+    """Bytes over all pairs of shards."""
+    return sum(map(sum, matrix))
+
+
+def batches(table: Any, cameras: list[Any], name: str) -> list[list[Any]]:
+    """All cameras as steps: `8`: eight random ones; `8s`: eight that are spread over the shards; `all`. The last step may have
+    fewer."""
+    from ns_mgpu_splat.partition.batches import spread_batches, visible_rows
+
+    if name == "all":
+        return [cameras]
+    if name.endswith("s"):
+        found = spread_batches(visible_rows(table, cameras), int(name[:-1]))
+    else:
+        order = torch.randperm(len(cameras), generator=torch.Generator().manual_seed(0)).tolist()
+        found = [order[first : first + int(name)] for first in range(0, len(order), int(name))]
+    return [[cameras[i] for i in step] for step in found]
+
+
+def targets_of(cameras: list[Any]) -> list[torch.Tensor]:
+    """Grey photographs: what is in them moves no byte."""
+    return [torch.full((c.height, c.width, 3), 128, dtype=torch.uint8, device="mgpu") for c in cameras]
+
+
+def observe_links(table: Any, adam: Any, steps: list[list[Any]]) -> list[dict[str, Any]]:
+    """What each step sent; nothing is trained."""
+    from ns_mgpu_splat import train_step
+
+    found = []
+    for cameras in steps:
+        report = train_step(table, adam, cameras, targets_of(cameras), accumulate=True)
+        links = report.links
+        adam.zero_pending()
+        found.append(
+            {kind: total(links[kind]) for kind in KINDS}
+            | {name: links[name] for name in ("remote_rows", "visible_rows", "imbalance")}
+        )
+    return found
+
+
+def warm_up(table: Any, adam: Any, cameras: list[Any]) -> None:
+    """Steps with learning rates of zero, so that placement knows how often rows are seen."""
+    from ns_mgpu_splat import train_step
+
+    for camera in cameras:
+        train_step(table, adam, camera, targets_of([camera]), lrs=dict.fromkeys(LRS, 0.0))
+
+
+def links_table(options: argparse.Namespace) -> dict[str, Any]:
+    """Both layouts, street and air, for each number of views a step."""
+    from ns_mgpu_splat import SplatAdam, SplatTable
+    from ns_mgpu_splat.data.city.town import build_town
+    from ns_mgpu_splat.partition.placement import Placement
+
+    town = build_town(options.blocks)
+    cameras = city_cameras(town, options.images, *options.size)
+    columns = city_columns(town, options.splats, shuffled=True)
+    out: dict[str, Any] = {}
+    steps: dict[tuple[str, str], list[list[Any]]] = {}
+    for layout in ("spatial", "unsorted"):
+        table = SplatTable.from_columns(**columns)
+        adam = SplatAdam(table, LRS, report_means=False)
+        if layout == "spatial":
+            table.reorder(adam)
+            placement = Placement()
+            everything = cameras["aerial"] + cameras["street"]
+            order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(1)).tolist()
+            warm_up(table, adam, [everything[i] for i in order[: options.warm_up]])
+            placement.observe(table, adam)
+            adam.flush()
+            placement.update(table, adam)
+            out["placement"] = placement.figures() | {"homes": table.homes}
+            for kind, name in product(cameras, options.steps):
+                steps[kind, name] = batches(table, cameras[kind], name)
+        for (kind, name), of_kind in steps.items():
+            out[f"{layout} {kind} {name}"] = summary(observe_links(table, adam, of_kind))
+            print(f"  {layout}, {kind}, {name} a step: {len(of_kind)} steps", flush=True)
+        del table, adam
+    print_links(out, options)
+    return out
+
+
+def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Means a step, and the balance at the median and the 95th percentile step."""
+    out = {kind: statistics.fmean(step[kind] for step in steps) for kind in KINDS}
+    out["bytes"] = sum(out[kind] for kind in KINDS)
+    out["remote_rows"] = statistics.fmean(step["remote_rows"] for step in steps)
+    out["remote_share"] = sum(s["remote_rows"] for s in steps) / max(1, sum(s["visible_rows"] for s in steps))
+    balance = sorted(step["imbalance"] for step in steps)
+    out["imbalance_median"] = statistics.median(balance)
+    out["imbalance_p95"] = balance[min(len(balance) - 1, int(0.95 * len(balance)))]
+    out["steps"] = len(steps)
+    return out
+
+
+def print_links(found: dict[str, Any], options: argparse.Namespace) -> None:
+    """The table of the docs."""
+    shards = len(torch.mgpu.mesh().shards)  # type: ignore[attr-defined]
+    print(
+        f"\n{options.splats:,} Gaussians, {options.blocks} blocks, {options.images} cameras of {options.size[0]}x"
+        f"{options.size[1]}, {shards} shards; MB between shards a step"
+    )
+    print(
+        f"{'views':10}{'a step':>7}{'unsorted':>10}{'spatial':>9}{'fewer':>8}{'records':>9}{'target':>8}"
+        f"{'remote':>9}{'balance p50':>13}{'p95':>7}"
+    )
+    for kind in ("street", "aerial"):
+        for name in options.steps:
+            a, b = found[f"unsorted {kind} {name}"], found[f"spatial {kind} {name}"]
+            travelled = [x["records"] + x["gradients"] for x in (a, b)]
+            print(
+                f"{kind:10}{name:>7}{a['bytes'] / 1e6:10.2f}{b['bytes'] / 1e6:9.2f}"
+                f"{a['bytes'] / max(1.0, b['bytes']):7.2f}x{travelled[0] / max(1.0, travelled[1]):8.2f}x"
+                f"{TARGETS[kind]:7.0f}x{100 * b['remote_share']:7.1f} %{b['imbalance_median']:13.3f}"
+                f"{b['imbalance_p95']:7.3f}"
+            )
+
+
+def milliseconds(work: Callable[[], Any], rounds: int, before: Callable[[], Any] | None = None) -> float:
+    """Median wall-clock time of `work`, with the device done before and after."""
+    times = []
+    for _ in range(rounds):
+        if before is not None:
+            before()
+        torch.mgpu.synchronize()  # type: ignore[attr-defined]
+        begin = time.perf_counter()
+        work()
+        torch.mgpu.synchronize()  # type: ignore[attr-defined]
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def machinery_table(options: argparse.Namespace) -> dict[str, Any]:
+    """What is done between steps, against the steps."""
+    from ns_mgpu_splat import SplatAdam, SplatTable, train_step
+    from ns_mgpu_splat.data.city.town import build_town
+    from ns_mgpu_splat.partition.placement import Placement
+
+    town = build_town(options.blocks)
+    cameras = city_cameras(town, options.images, *options.size)
+    columns = city_columns(town, options.splats, shuffled=True)
+    columns["shN"] = torch.zeros(options.splats, 15, 3)
+    table = SplatTable.from_columns(**columns)
+    del columns
+    adam = SplatAdam(table, LRS, report_means=False)
+    shards = len(torch.mgpu.mesh().shards)  # type: ignore[attr-defined]
+    placement = Placement()
+    out: dict[str, Any] = {"shards": shards, "rows": table.num_rows}
+    order = torch.randperm(table.num_rows, generator=torch.Generator().manual_seed(2)).to("mgpu")
+
+    def shuffle() -> None:
+        adam.flush()
+        for column in table.columns():
+            if column.numel():
+                column.detach().copy_(column.detach()[order])
+
+    out["reorder, shuffled rows"] = milliseconds(lambda: table.reorder(adam), options.rounds, shuffle)
+    out["reorder, sorted rows"] = milliseconds(lambda: table.reorder(adam), options.rounds, adam.flush)
+    placement.update(table, adam)
+    for kind in ("aerial", "street"):
+        views = cameras[kind][: options.rounds * 4]
+        steps: list[float] = []
+        for camera in [*views[:3], *views]:  # the first ones size buffers
+            steps.append(milliseconds(partial(train_step, table, adam, camera, targets_of([camera])), 1))
+        out[f"step, {kind}"] = statistics.median(steps[3:])
+    even = table.homes
+    out["observe"] = milliseconds(lambda: placement.observe(table, adam), options.rounds)
+    adam.flush()
+    placement.update(table, adam)
+    out["update, nothing moves"] = milliseconds(lambda: placement.update(table, adam), options.rounds)
+    out["move of all that is off"] = milliseconds(
+        lambda: placement.update(table, adam), options.rounds, lambda: table.place(even, adam)
+    )
+    step = min(out["step, aerial"], out["step, street"])
+    between = out["observe"] + out["update, nothing moves"]
+    out["share of steps"] = between / (REFINE_EVERY * step)
+    print(
+        f"\n{table.num_rows:,} Gaussians of SH degree 3, {shards} shards, {options.size[0]}x{options.size[1]}; ms"
+    )
+    for name, value in out.items():
+        if isinstance(value, float):
+            text = f"{100 * value:10.2f} %" if name.startswith("share") else f"{value:10.3f}"
+            print(f"  {name:28}{text}")
+    return out
+
+
+def main() -> None:
+    """Parse the command line, run, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", nargs="+", choices=["links", "machinery"], default=["links", "machinery"])
+    parser.add_argument("--splats", type=int, default=200_000)
+    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--images", type=int, default=120, help="cameras, half of them from the air")
+    parser.add_argument(
+        "--size", type=lambda text: tuple(map(int, text.split("x"))), default=(400, 300), metavar="WxH"
+    )
+    parser.add_argument("--steps", nargs="+", default=["1", "8", "8s", "all"], help="cameras a step")
+    parser.add_argument("--warm-up", type=int, default=60, help="steps before placement looks at the rows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("MGPU_DEVICES", "cpu:8")
+    import ns_mgpu_splat
+
+    ns_mgpu_splat.init()
+    results: dict[str, Any] = {"benchmark": "locality", "torch": torch.__version__}
+    if "links" in options.tables:
+        results["links"] = links_table(options)
+    if "machinery" in options.tables:
+        results["machinery"] = machinery_table(options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
