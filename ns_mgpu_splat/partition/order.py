@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of a table's rows: how good it is, which voxels suit it, and when it is worth sorting again.
+
+Rows are sorted along a Hilbert curve through the cube around all means (`SplatTable.reorder`; cuda/splat/reorder.h). The
+curve visits any voxel whose side is the cube's by a power of two as a whole before the next one, so one order serves
+voxels of all sizes, and any run of rows is one region of space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ns_mgpu_splat.device import native
+from ns_mgpu_splat.partition.curves import CURVE_BITS
+
+RUN_ROWS = 256
+"""Rows of a run, as cuda/splat/row_measure.h counts them."""
+
+VOXEL_ROWS = 256
+"""Rows that a voxel should hold on average: some hundreds, so that work by voxel is worth its overhead."""
+
+
+@dataclass(frozen=True)
+class RowMeasure:
+    """What one pass over the means of a table says about the order of its rows; the same on any mesh.
+
+    Voxels of level l are `side / 2**l` wide; level 0 is the cube, level 21 its finest cells.
+    """
+
+    low: tuple[float, float, float]
+    """Least corner of the cube, world."""
+    side: float
+    """Of the cube, world; 0 if all means are in one place."""
+    finite_rows: int
+    """Rows whose means are finite; only these count."""
+    runs: int
+    """Runs of 256 rows that have one."""
+    run_cells: int
+    """Sum over the runs of their boxes' three sides, in finest cells."""
+    changes: tuple[int, ...]
+    """By level: pairs of consecutive rows that part at it: in two voxels of this level, in one of the level before."""
+    descents: tuple[int, ...]
+    """Of these, those whose second row comes first along the curve: none if the rows are sorted."""
+
+    def voxels(self, level: int) -> int:
+        """Voxels of a level that hold rows, if the rows are sorted; else more: every return to a voxel counts anew."""
+        return 1 + sum(self.changes[: level + 1]) if self.finite_rows else 0
+
+    def voxel_size(self, level: int) -> float:
+        """Side of the voxels of a level, world; 1 if all means are in one place."""
+        return self.side / 2**level if self.side > 0 else 1.0
+
+    def voxel_origin(self, level: int) -> tuple[float, ...]:
+        """For `SparseGrid.from_points`: the centre of the cube's least voxel."""
+        return tuple(corner + self.voxel_size(level) / 2 for corner in self.low)
+
+    def level(self, voxel_rows: int = VOXEL_ROWS) -> int:
+        """The finest level whose voxels hold this many rows on average, of those that hold any."""
+        finest = 0
+        for level in range(CURVE_BITS + 1):
+            if self.voxels(level) * voxel_rows <= self.finite_rows:
+                finest = level
+        return finest
+
+    @property
+    def run_extent(self) -> float:
+        """How wide a run's box is: the sum of its three sides, world, mean over the runs. A few rows out of place tell."""
+        return self.side / 2**CURVE_BITS * self.run_cells / self.runs if self.runs else 0.0
+
+    def out_of_order(self, level: int = CURVE_BITS) -> float:
+        """Share of consecutive pairs of rows whose voxels of a level come in the wrong order."""
+        return sum(self.descents[: level + 1]) / max(1, self.finite_rows - 1)
+
+
+def measure(means: Tensor) -> RowMeasure:
+    """Measure the order of rows. means: (N, 3) float32 on `mgpu`, contiguous, flushed. Waits for the result."""
+    found = native().measure_rows(means.detach())
+    return RowMeasure(
+        tuple(found["low"]),
+        found["side"],
+        found["finite_rows"],
+        found["runs"],
+        found["run_cells"],
+        tuple(found["changes"]),
+        tuple(found["descents"]),
+    )
+
+
+@dataclass
+class RowOrder:
+    """When to sort rows again: remembers how wide runs of rows were when they were last sorted."""
+
+    decay: float = 1.5
+    """Sort once runs are this many times as wide; below 1: never. New rows that are copies of others, and rows that
+    moved far, widen runs; a growing table narrows what sorting could reach, which does not count."""
+    fresh: float | None = None
+    """`RowMeasure.run_extent` after the last sort; None: not known, so sort."""
+
+    def is_due(self, means: Tensor) -> bool:
+        """Whether rows are to be sorted now; one pass over the means."""
+        if self.decay < 1.0 or means.shape[0] == 0:
+            return False
+        return self.fresh is None or measure(means).run_extent > self.decay * self.fresh
+
+    def sorted(self, means: Tensor) -> None:
+        """Take note: rows were sorted just now."""
+        self.fresh = measure(means).run_extent
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to sort at the same steps."""
+        return {"fresh": self.fresh}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved run was; a state of before there was one sorts at the next occasion."""
+        fresh = state.get("fresh")
+        self.fresh = None if fresh is None else float(fresh)
