@@ -204,7 +204,8 @@ def read_cameras(folder: Path) -> tuple[dict[int, ColmapCamera], Path]:
 
 def rotation_from_quaternion(q: tuple[float, float, float, float]) -> np.ndarray:
     """The (3, 3) rotation of a quaternion (w, x, y, z), normalised first; NaN stays NaN."""
-    w, x, y, z = np.asarray(q, dtype=np.float64) / np.linalg.norm(q)
+    with np.errstate(invalid="ignore"):  # all zero: NaN, which the checks find and name
+        w, x, y, z = np.asarray(q, dtype=np.float64) / np.linalg.norm(q)
     return np.array(
         [
             [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],

@@ -142,9 +142,27 @@ def to_uint8(image: Image.Image) -> np.ndarray:
         grey = np.nan_to_num(np.asarray(image, dtype=np.float32)).clip(0, 1)
         return np.repeat((grey * 255 + 0.5).astype(np.uint8)[..., None], 3, axis=2)
     if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        pixels = np.asarray(image.convert("RGBA"))
+        pixels = _bytes(image.convert("RGBA"))
         return pixels if (pixels[..., 3] < 255).any() else np.ascontiguousarray(pixels[..., :3])
-    return np.asarray(image if mode == "RGB" else image.convert("RGB"))
+    return _bytes(image if mode == "RGB" else image.convert("RGB"))
+
+
+def _bytes(image: Image.Image) -> np.ndarray:
+    """`np.asarray` of an RGB or RGBA image, read-only; in one piece.
+
+    Pillow's own conversion goes in pieces of 64 kB and takes longer than decoding: 35 ms of 55 for 3840x2160 (Pillow 13).
+    """
+    try:
+        image.load()
+        encoder = Image._getencoder(image.mode, "raw", (image.mode, 0, 1))
+        encoder.setimage(image.im, (0, 0, *image.size))
+        count = image.width * image.height * len(image.mode)
+        _, status, data = encoder.encode(count + 1024)
+        if status == 1 and len(data) == count:  # 1: that was all
+            return np.frombuffer(data, np.uint8).reshape(image.height, image.width, len(image.mode))
+    except (AttributeError, TypeError):  # a Pillow whose inside is another
+        pass
+    return np.asarray(image)
 
 
 def area_resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:

@@ -92,12 +92,16 @@ class Picture:
 def read_picture(source: ImageSource) -> Picture:
     """Decode, rescale and undistort one image; in pinned memory where there is CUDA."""
     image, mask = source.read()
-    pixels = torch.from_numpy(image if image.flags.writeable else image.copy())
-    kept = torch.from_numpy(np.ascontiguousarray(mask)) if mask is not None else None
+    return Picture(_host_tensor(image), None if mask is None else _host_tensor(mask))
+
+
+def _host_tensor(values: np.ndarray) -> torch.Tensor:
+    """A writable tensor of an array, copied at most once."""
     if torch.cuda.is_available():
-        pixels = pixels.pin_memory()
-        kept = kept.pin_memory() if kept is not None else None
-    return Picture(pixels, kept)
+        tensor = torch.empty(values.shape, dtype=torch.uint8, pin_memory=True)
+        np.copyto(tensor.numpy(), values.view(np.uint8))
+        return tensor.view(torch.bool) if values.dtype == np.bool_ else tensor
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 class SplatDataset(InputDataset):
