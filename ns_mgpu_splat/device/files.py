@@ -3,12 +3,17 @@
 
 `torch.save` copies a storage to the host before it writes it, and `torch.load` reads one whole before it moves it to its
 device. Here the host never holds more than a few pieces. The files are torch's own: either side reads what the other wrote.
+
+Large storages begin at a block of the disk and are written by several threads, past the page cache (O_DIRECT): one file of
+any size is written at the disk's speed, where buffered writes to one file go one after the other, and what else is cached,
+images above all, stays cached. Where the file system does not know O_DIRECT, writes are buffered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import pickle
@@ -16,15 +21,19 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-PIECE = 32 << 20  # bytes
-BUFFERS = 4  # pieces under way
+PIECE = 16 << 20  # bytes; a multiple of BLOCK
+WRITERS = 4  # threads: enough for the disks that benchmarks/checkpoint.py has met
+BUFFERS = 8  # pieces under way
+BLOCK = 4096  # bytes; what O_DIRECT wants files and memory aligned to
+ALIGNED_FROM = 1 << 20  # bytes of the largest storage from which storages begin at a block
 MADV_PAGEOUT = 21  # Linux 5.4; on pages of a file: drop them from this process
 
 # .tag: the device that storages on mgpu are said to lie on; .mapped: what is loaded is a mapped file
@@ -45,16 +54,17 @@ def save(obj: Any, path: str | os.PathLike[str], *, location: str = "mgpu:0") ->
     Raises: OSError if the disk is full or the file cannot be written.
     """
     path = Path(path)
+    storages = _storages_in_order(obj)
+    large = max((storage.nbytes() for storage in storages), default=0) >= ALIGNED_FROM
     _local.tag = location
-    try:
-        with torch.serialization.skip_data():  # everything but the storages' bytes, for which room is left
+    try:  # everything but the storages' bytes, for which room is left
+        with torch.serialization.skip_data(), _aligned_to(BLOCK if large else None):
             torch.save(obj, path)
     finally:
         _local.tag = None
-    storages = _storages_in_order(obj)
-    with path.open("r+b") as file, zipfile.ZipFile(file) as archive, _Writer(file.fileno()) as writer:
+    with path.open("r+b") as file, zipfile.ZipFile(file) as archive, _Writer(file.fileno(), path) as writer:
         records = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
-        checksums = {}
+        sums = {}
         for key, storage in enumerate(storages):
             info = records[f"data/{key}"]
             if info.file_size != storage.nbytes():
@@ -62,9 +72,23 @@ def save(obj: Any, path: str | os.PathLike[str], *, location: str = "mgpu:0") ->
                     f"{path}: record data/{key} has {info.file_size} bytes and its storage {storage.nbytes()}; this "
                     f"version of torch ({torch.__version__}) lays files out in another way. Use torch.save."
                 )
-            checksums[info.filename] = writer.write(storage, _data_offset(file, info))
+            sums[info.filename] = writer.write(storage, _data_offset(file, info))
         if torch.serialization.get_crc32_options():
-            _patch_checksums(file, archive, {name: wait() for name, wait in checksums.items()})
+            _patch_checksums(file, archive, {name: _checksum(pieces) for name, pieces in sums.items()})
+
+
+@contextlib.contextmanager
+def _aligned_to(block: int | None) -> Iterator[None]:
+    """Have torch.save begin storages at multiples of so many bytes; None: as it likes."""
+    from torch.utils.serialization import config
+
+    before = config.save.storage_alignment
+    if block is not None:
+        config.save.storage_alignment = block
+    try:
+        yield
+    finally:
+        config.save.storage_alignment = before
 
 
 class _Collector(pickle.Pickler):
@@ -101,45 +125,67 @@ def _storages_in_order(obj: Any) -> list[torch.UntypedStorage]:
 
 
 class _Writer:
-    """Writes storages to a file while the next piece is read from the device."""
+    """Writes storages to a file, several pieces at once, while the next ones are read from the device."""
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, path: Path) -> None:
         self.file = file
-        self.disk = ThreadPoolExecutor(1)
-        self.sums = ThreadPoolExecutor(1)
+        self.direct = _open_direct(path)
+        self.threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint")
         self.buffers: list[torch.Tensor] = []
-        self.busy: list[list[Future[Any]]] = []
+        self.busy: list[Future[int | OSError]] = []
         self.turn = -1
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.disk.shutdown(cancel_futures=kind is not None)
-        self.sums.shutdown(cancel_futures=kind is not None)
+        self.threads.shutdown(cancel_futures=kind is not None)
+        if self.direct is not None:
+            os.close(self.direct)
         if kind is None:
-            for busy in self.busy:
-                _wait(busy)
+            for future in self.busy:
+                _result(future)
 
-    def write(self, storage: torch.UntypedStorage, offset: int) -> Callable[[], int]:
-        """Start writing; the result waits for the checksum."""
+    def write(self, storage: torch.UntypedStorage, offset: int) -> list[tuple[Future[int | OSError], int]]:
+        """Start writing; the result is each piece's checksum and number of bytes."""
         total = storage.nbytes()
-        checksum: Future[int] = self.sums.submit(int)
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (total,), (1,))
+        pieces = []
         for begin in range(0, total, PIECE):
             piece = flat[begin : begin + PIECE]
             slot = self._free_slot()
             data, host = self._on_host(slot, piece)
-            checksum = self.sums.submit(_more_checksum, checksum, data)
-            self.busy[slot] = [self.disk.submit(_write_all, self.file, data, offset + begin, host), checksum]
-        return checksum.result
+            self.busy[slot] = self.threads.submit(self._write_piece, data, offset + begin, host)
+            pieces.append((self.busy[slot], len(data)))
+        return pieces
+
+    def _write_piece(self, data: memoryview, offset: int, keep: torch.Tensor) -> int | OSError:
+        """In a thread: the piece's checksum once it is written, or what went wrong."""
+        try:
+            self._write_where_it_can(data, offset, keep)
+        except OSError as error:
+            return OSError(error.errno, error.strerror)
+        return zlib.crc32(data)
+
+    def _write_where_it_can(self, data: memoryview, offset: int, keep: torch.Tensor) -> None:
+        whole = len(data) // BLOCK * BLOCK
+        if self.direct is None or whole == 0 or offset % BLOCK or keep.data_ptr() % BLOCK:
+            _write_all(self.file, data, offset)
+            return
+        try:
+            _write_all(self.direct, data[:whole], offset)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
+                raise
+            whole = 0  # this memory or this file system cannot do it after all
+        _write_all(self.file, data[whole:], offset + whole)
 
     def _free_slot(self) -> int:
         if len(self.busy) < BUFFERS:
-            self.busy.append([])
+            self.busy.append(Future())  # overwritten by the caller
             return len(self.busy) - 1
         self.turn = (self.turn + 1) % BUFFERS
-        _wait(self.busy[self.turn])
+        _result(self.busy[self.turn])
         return self.turn
 
     def _on_host(self, slot: int, piece: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
@@ -155,9 +201,20 @@ class _Writer:
         return _bytes_of(host), host
 
 
-def _wait(futures: list[Future[Any]]) -> None:
-    for future in futures:
-        future.result()
+def _open_direct(path: Path) -> int | None:
+    """The file once more, to write past the page cache; None where that cannot be done."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def _result(future: Future[int | OSError]) -> int:
+    """A piece's checksum; or its error, as one that nothing else refers to: whoever drops it drops the tensors, too."""
+    value = future.result()
+    if isinstance(value, OSError):
+        raise OSError(value.errno, value.strerror)
+    return value
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -165,14 +222,45 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
-def _more_checksum(before: Future[int], data: memoryview) -> int:
-    return zlib.crc32(data, before.result())
-
-
-def _write_all(file: int, data: memoryview, offset: int, _keep: torch.Tensor) -> None:
+def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done
+
+
+def _checksum(pieces: list[tuple[Future[int | OSError], int]]) -> int:
+    """CRC-32 of all pieces one after the other, from that of each and its number of bytes."""
+    done = [(_result(future), size) for future, size in pieces]
+    return reduce(lambda before, piece: _times(_shift(piece[1]), before) ^ piece[0], done, 0)
+
+
+# CRC-32 as arithmetic of polynomials over {0, 1} modulo POLY; the highest bit is the coefficient of x^0, as in zlib's
+# crc32_combine (https://github.com/madler/zlib/blob/v1.3.1/crc32.c#L149-L190)
+POLY = 0xEDB88320
+ONE = 1 << 31
+
+
+def _times(a: int, b: int) -> int:
+    """a * b modulo POLY."""
+    product, bit = 0, ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ (POLY if b & 1 else 0)
+        bit >>= 1
+    return product
+
+
+@lru_cache(maxsize=64)
+def _shift(count: int) -> int:
+    """x^(8 count) modulo POLY: what a checksum is multiplied by when so many bytes follow."""
+    power, square = ONE, ONE >> 8
+    while count:
+        if count & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        count >>= 1
+    return power
 
 
 def _data_offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:

@@ -2,15 +2,20 @@
 """Checkpoints that are whole or absent, that `torch.load(weights_only=True)` reads, and that say what is wrong with them.
 
 A checkpoint is written beside its folder, flushed to disk and renamed into it, so that a killed run never leaves half
-of one, and Nerfstudio's tools, which take every name in the folder for a checkpoint, never see it.
+of one, and Nerfstudio's tools, which take every name in the folder for a checkpoint, never see it. It is one file for any
+number of shards: whatever mesh reads it gets all rows, and `device/files.py` writes it as fast as the disk takes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
+import shlex
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,45 +74,152 @@ def save(state: dict[str, Any], folder: Path, step: int, keep_others: bool) -> P
         keep_others: leave older checkpoints; otherwise they are removed once this one is on disk.
     Raises: CheckpointError if the disk is too small or writing fails; nothing is removed then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder.parent)
     target = folder / f"step-{step:09d}.ckpt"
-    need, free = tensor_bytes(state), shutil.disk_usage(folder).free
-    if need > free:
-        raise CheckpointError(
-            f"{target} needs {need / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free there. Free some, or train "
-            "with another --output-dir. Older checkpoints are as they were."
-        )
-    aside = folder.parent / f".{target.name}.{os.getpid()}"
     try:
-        files.save(to_plain(state), aside, location="cpu")
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        aside.replace(target)
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        need, free = tensor_bytes(state), shutil.disk_usage(folder).free
+        if need > free:
+            raise CheckpointError(
+                f"{target} needs {gib(need)}, but {gib(free)} are free there. Free some, or train with another "
+                "--output-dir. Older checkpoints are as they were."
+            )
+        with _aside(target) as aside:
+            files.save(to_plain(state), aside, location="cpu")
+            _sync(aside)
+            aside.replace(target)
+        _sync(folder)  # the new name is on disk before any old one goes
+        _sync(folder.parent)
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, RuntimeError) as error:  # torch's writer hides a full disk in a RuntimeError
         raise CheckpointError(
             f"{target} could not be written ({_first_line(error)}); is the disk full? Older checkpoints are as they were."
         ) from error
-    finally:
-        aside.unlink(missing_ok=True)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
     if not keep_others:
         for other in folder.glob("*.ckpt"):
             if other != target:
-                other.unlink()
+                with suppress(OSError):  # one that cannot be removed is no reason to stop
+                    other.unlink()
     return target
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove unfinished checkpoints of processes that were killed while they wrote."""
-    for path in folder.glob(".step-*.ckpt.*"):
-        pid = path.suffix[1:]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A file to write into, beside the folder of `target`; locked while this process lives, and removed at the end."""
+    path = target.parent.parent / f".{target.name}.{os.getpid()}"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # some network file systems know no locks; then nobody removes it either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left half written beside a folder of checkpoints; what is being written stays."""
+    for path in folder.parent.glob(".step-*.ckpt.*"):
+        with suppress(OSError):  # locked by its living writer, or gone meanwhile
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+# ---- before training
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of checkpoints and write to it, as a save would. Raises CheckpointError if that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        with _aside(folder / "step-test.ckpt") as aside:
+            aside.write_bytes(b"room?")
+            _sync(aside)
+        probe = folder / f".{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written ({_first_line(error)}), so nothing could be saved. Train with another --output-dir."
+        ) from None
+
+
+def check_room(folder: Path, bytes_now: int, bytes_at_cap: int, saves: int, keep_others: bool) -> str | None:
+    """Compare the free space with the checkpoints that a run will write.
+
+    Args:
+        bytes_now: of one with today's Gaussians; bytes_at_cap: of one with as many as there may be.
+        saves: that the run makes. keep_others: older ones stay.
+    Returns: a warning if the room is enough now, but not for what the run may become.
+    Raises: CheckpointError if not even today's would fit: two, while the newer is written beside the older.
+    """
+    free = shutil.disk_usage(folder).free
+    need = min(saves, 2) * bytes_now
+    if need > free:
+        both = "a checkpoint, and the next beside it," if saves > 1 else "a checkpoint"
+        raise CheckpointError(
+            f"{folder}: {both} of the present Gaussians needs {gib(need)}, but {gib(free)} are free there. Free some, "
+            "or train with another --output-dir."
+        )
+    most = (saves if keep_others else min(saves, 2)) * bytes_at_cap
+    if most <= free:
+        return None
+    several = f"{saves} checkpoints" if keep_others else "two checkpoints, one beside the other,"
+    return (
+        f"{folder}: {several if saves > 1 else 'a checkpoint'} of the most Gaussians that there may be will take "
+        f"{gib(most)}, and {gib(free)} are free there. Free some before the run has grown, lower "
+        "--pipeline.model.max-gaussians, or train with another --output-dir."
+    )
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def resume_command(folder: Path, arguments: Sequence[str], environment: dict[str, str], fallback: str) -> str:
+    """The command line that goes on from the newest checkpoint of a folder.
+
+    Args:
+        arguments: the present command line, program first. Its --load-dir and the like are replaced.
+        environment: of the process; what chooses the device is repeated.
+        fallback: what to take for the command line if the present one is none of ns-train.
+    """
+    words = list(arguments) if Path(arguments[0]).name == "ns-train" and len(arguments) > 1 else []
+    words = ["ns-train", *words[1:]] if words else shlex.split(fallback)
+    rest: list[str] = []
+    skip = False
+    for word in words[2:]:
+        if skip:
+            skip = False
+            continue
+        name = word.split("=", 1)[0].replace("_", "-")
+        if name in ("--load-dir", "--load-step", "--load-checkpoint"):
+            skip = "=" not in word
+            continue
+        rest.append(word)
+    chosen = [
+        f"{name}={environment[name]}" for name in ("MGPU_DEVICES", "MGPU_MEMORY") if environment.get(name)
+    ]
+    return shlex.join([*chosen, *words[:2], "--load-dir", str(folder), *rest])
+
+
+# ---- reading
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -598,7 +598,7 @@ class MgpuSplatModel(SplatfactoModel):
             tensor = state_dict.get(f"gauss_params.{name}", state_dict.get(name))
             if tensor is None:
                 raise CheckpointError(f"The checkpoint has no {name}: it is of another method.")
-            found[column] = tensor.detach().float()
+            found[column] = tensor.detach()
         rows = len(found["means"])
         found["opacities"] = (
             found["opacities"].reshape(rows, -1)[:, 0] if rows else found["opacities"].reshape(0)
@@ -615,9 +615,6 @@ class MgpuSplatModel(SplatfactoModel):
                 f"The checkpoint has SH degree {degree}, but the model is set up for {self.config.sh_degree}. "
                 f"Use --pipeline.model.sh-degree {degree}."
             )
-        if self.load_only:
-            found = drop_bad_rows(found)
-        rows = len(found["means"])
         if rows > self.cap and not self.load_only:
             raise CheckpointError(
                 f"The checkpoint has {rows:,} Gaussians, above the cap of {self.cap:,}. Use "
@@ -626,6 +623,8 @@ class MgpuSplatModel(SplatfactoModel):
         if rows != self.table.num_rows:
             self.table.resize(rows, capacity=max(rows, self.cap))
         self.table.write_rows(0, {name: found[name] for name in kColumnOf.values()})
+        if self.load_only:
+            drop_bad_rows(self.table, found)
         if hasattr(self.camera_optimizer, "pose_adjustment"):
             poses = state_dict.get("camera_optimizer.pose_adjustment")
             if poses is not None and poses.shape == self.camera_optimizer.pose_adjustment.shape:
@@ -651,21 +650,29 @@ def view_matrix(camera_to_world: Tensor) -> Tensor:
     return torch.cat([top, bottom], dim=0)
 
 
-def drop_bad_rows(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_bad_rows(table: Any, columns: Mapping[str, Tensor]) -> None:
     """Remove rows with a NaN or infinite entry, and say how many; for tools that render or export.
 
     Nerfstudio's exporter drops every Gaussian if one position is NaN.
+
+    Args:
+        table: changed in place. columns: what it was filled from, on the host.
     """
-    good = torch.ones(len(columns["means"]), dtype=torch.bool)
+    from ns_mgpu_splat.splats.table import COPY_ROWS
+
+    good = torch.ones(table.num_rows, dtype=torch.bool)
     for column in columns.values():
-        good &= torch.isfinite(column).reshape(len(column), -1).all(dim=1)
+        for first in range(
+            0, len(good), COPY_ROWS
+        ):  # the host holds no second copy of what may be its largest thing
+            piece = column[first : first + COPY_ROWS]
+            good[first : first + COPY_ROWS] &= torch.isfinite(piece).reshape(len(piece), -1).all(dim=1)
     bad = int((~good).sum())
-    if bad == 0:
-        return columns
-    CONSOLE.print(
-        f"[bold yellow]{bad:,} of {len(good):,} Gaussians have NaN or infinite values and are left out."
-    )
-    return {name: column[good] for name, column in columns.items()}
+    if bad > 0:
+        CONSOLE.print(
+            f"[bold yellow]{bad:,} of {len(good):,} Gaussians have NaN or infinite values and are left out."
+        )
+        table.compact(good)
 
 
 def _in_viewer() -> bool:

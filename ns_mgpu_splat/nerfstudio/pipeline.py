@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +35,10 @@ class MgpuSplatPipelineConfig(VanillaPipelineConfig):
     resumed_gaussians: Suppress[int] = 0  # of the checkpoint that will be loaded; the trainer sets it
 
 
+class EvaluationStopped(Exception):
+    """An evaluation was left because the run is to end."""
+
+
 class MgpuSplatPipeline(VanillaPipeline):
     """Data and model. The model waits for a checkpoint in the tools' modes, "test" and "inference"."""
 
@@ -51,6 +55,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         grad_scaler: GradScaler | None = None,
     ) -> None:
         Pipeline.__init__(self)
+        self.stop_wanted: Callable[[], bool] = lambda: False  # asked between images; the trainer sets its own
         self.config, self.test_mode, self.world_size = config, test_mode, world_size
         self.datamanager = config.datamanager.setup(
             device=device, test_mode=test_mode, world_size=world_size, local_rank=local_rank
@@ -149,6 +154,9 @@ class MgpuSplatPipeline(VanillaPipeline):
         with Progress(*columns, transient=True, console=CONSOLE) as progress:
             task = progress.add_task("", total=count)
             for index, (camera, batch) in enumerate(data_loader):
+                if self.stop_wanted():
+                    self.train()
+                    raise EvaluationStopped
                 start = perf_counter()
                 outputs = self.model.get_outputs_for_camera(camera=camera)
                 metrics, images = self.model.get_image_metrics_and_images(outputs, batch)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready run configurations: a YAML file of plain options for `ns-train mgpu-splat --load-config FILE --data DIR`.
 
-Nerfstudio's own `config.yml` files are dumps of Python objects that replace the whole command line, the data folder
-included. A preset names a few options as on the command line and leaves the rest alone; what is given on the command
-line wins over it.
+A preset names a few options as on the command line and leaves the rest alone. The `config.yml` of an earlier run is a dump
+of Python objects with all options, the data folder and the run's own folder included. What is given on the command line
+wins over either; Nerfstudio alone would let a `config.yml` replace all of it, `--load-dir` included.
 """
 
 from __future__ import annotations
@@ -39,6 +39,45 @@ def apply_preset(config: Any, defaults: Any, path: Path) -> None:
     if not isinstance(options, dict):
         raise SystemExit(f"mgpu-splat: {path} holds no options. It must be a mapping, as configs/small.yml.")
     _apply(config, defaults, options, path, "")
+
+
+def apply_run(config: Any, defaults: Any, path: Path) -> None:
+    """Set all options of an earlier run's `config.yml` in `config`, except those that differ from `defaults` already.
+
+    Args: as of `apply_preset`.
+    Raises: SystemExit naming the file if it is of another method or cannot be understood.
+    """
+    try:
+        run = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.Loader)
+    except Exception as error:  # names of classes that are not there any more, or bad YAML
+        reason = " ".join(str(error).split())
+        raise SystemExit(f"mgpu-splat: --load-config {path} cannot be understood: {reason}.") from None
+    if type(run) is not type(config):
+        raise SystemExit(
+            f"mgpu-splat: --load-config {path} is of the method {getattr(run, 'method_name', 'unknown')}. Give the "
+            "config.yml of a run of mgpu-splat."
+        )
+    if config.load_dir is not None or config.load_checkpoint is not None:
+        run.load_dir = run.load_step = run.load_checkpoint = None  # where that run itself began
+    _take(config, defaults, run)
+    config.check()
+
+
+def _take(config: Any, defaults: Any, run: Any) -> None:
+    names = list(run) if isinstance(run, dict) else [field.name for field in dataclasses.fields(run)]
+    for name in names:
+        if isinstance(config, dict) and name not in config:
+            config[name] = run[name]
+            continue
+        if not isinstance(run, dict) and not hasattr(run, name):
+            continue  # an option that is newer than the run
+        current, default, value = (_get(holder, name) for holder in (config, defaults, run))
+        if type(current) is type(default) is type(value) and (
+            dataclasses.is_dataclass(current) or isinstance(current, dict)
+        ):
+            _take(current, default, value)
+        elif current == default:
+            _set(config, name, value)
 
 
 def _apply(config: Any, defaults: Any, options: dict[str, Any], path: Path, prefix: str) -> None:

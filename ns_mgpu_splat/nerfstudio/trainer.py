@@ -3,14 +3,20 @@
 
 Nerfstudio's Trainer would resume with fresh parameters that no optimizer holds, count iterations from the resumed
 step on, and save straight over the last checkpoint. This one loads before the optimizers are made, in place, and saves
-atomically. A first Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint.
+atomically. A first Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint; so does whatever goes wrong
+in a step. Each end says what is saved and with which command to go on.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import shlex
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,13 +36,13 @@ from tyro.conf import Suppress
 from ns_mgpu_splat.data.capture import find_capture
 from ns_mgpu_splat.data.checks import DatasetError
 from ns_mgpu_splat.data.images import ImageError
-from ns_mgpu_splat.nerfstudio import checkpoint
+from ns_mgpu_splat.nerfstudio import checkpoint, preflight
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
 from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
-from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline, MgpuSplatPipelineConfig
-from ns_mgpu_splat.nerfstudio.presets import apply_preset, is_preset
+from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline, MgpuSplatPipelineConfig
+from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, is_preset
 from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_step, why_autograd
 
 kRatesEvery = (
@@ -81,8 +87,8 @@ class MgpuSplatTrainerConfig(TrainerConfig):
     """Length of the learning-rate decay and of the growth of the number of Gaussians. Set it to max-num-iterations in
     short runs; leave it alone when a run is cut in pieces, so that the pieces make the same run."""
     load_config: Path | None = None
-    """A preset such as configs/city.yml: its options hold where the command line does not say otherwise. Or the
-    config.yml of an earlier run, which replaces the whole command line."""
+    """A preset such as configs/city.yml, or the config.yml of an earlier run, which goes on in its folder. Their options
+    hold where the command line does not say otherwise."""
     steps_per_save: int = 2_000
     """Steps between checkpoints; there is one more at the end, on Ctrl-C and when memory runs out. Raise it if saving
     takes a noticeable part of the time."""
@@ -123,11 +129,12 @@ class MgpuSplatTrainerConfig(TrainerConfig):
     prompt: Suppress[str | None] = None
 
     def __post_init__(self) -> None:
-        if self.load_config is not None and is_preset(self.load_config):
+        if self.load_config is not None:
             from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 
-            apply_preset(self, mgpu_splat.config, self.load_config)
-            self.load_config = None  # or Nerfstudio would take the file for a whole configuration
+            apply = apply_preset if is_preset(self.load_config) else apply_run
+            apply(self, mgpu_splat.config, self.load_config)
+            self.load_config = None  # or Nerfstudio would let the file replace the whole command line
         self.check()
 
     def check(self) -> None:
@@ -221,7 +228,11 @@ class MgpuSplatTrainer(Trainer):
     # ---- setting up -----------------------------------------------------------------------------------------------
 
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
-        """Read the checkpoint first: a broken one is refused before images are read and code is compiled."""
+        """Look at the disk and the checkpoint first: they are refused before images are read and code is compiled."""
+        try:
+            checkpoint.check_folder(self.checkpoint_dir)
+        except CheckpointError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
         self._loaded = self._read_checkpoint()
         self.config.pipeline.resumed_gaussians = int((self._loaded or {}).get("gaussians", 0))
         try:
@@ -233,6 +244,8 @@ class MgpuSplatTrainer(Trainer):
                 f"mgpu-splat: --vis {self.config.vis}: {str(error).splitlines()[0]} Run `wandb login`, set "
                 "WANDB_MODE=offline, or train with --vis viewer+tensorboard."
             ) from None
+        self._check_room()
+        self.pipeline.stop_wanted = lambda: self._stop_signal is not None
         self.pipeline.model.metrics_every = max(1, self.config.logging.steps_per_log)
         end, schedule = self.config.max_num_iterations, self.config.schedule_steps
         if end < schedule // 2:
@@ -240,6 +253,28 @@ class MgpuSplatTrainer(Trainer):
                 f"Training to step {end:,} of a schedule of {schedule:,}: learning rates will hardly have decayed. "
                 f"For a run that ends here, add --schedule-steps {end}."
             )
+
+    def _check_room(self) -> None:
+        """Refuse a disk that is too small for the checkpoints; warn of one that the run will outgrow."""
+        config, model = self.config, self.pipeline.model
+        steps = config.max_num_iterations - self._start_step
+        if steps <= 0:
+            return
+        every = max(1, config.steps_per_save)
+        saves = config.max_num_iterations // every - self._start_step // every
+        saves += config.max_num_iterations % every != 0
+
+        row = preflight.row_bytes(
+            model.config.sh_degree, model.config.half, model.config.strategy == "default"
+        )
+        now, cap = model.num_points * row, model.cap * row
+        keep = not config.save_only_latest_checkpoint
+        try:
+            warning = checkpoint.check_room(self.checkpoint_dir, now, cap, saves, keep)
+        except CheckpointError as error:
+            raise SystemExit(f"mgpu-splat: {error}") from None
+        if warning is not None:
+            CONSOLE.print(f"[bold yellow]{warning}[/bold yellow]")
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         config = self.config
@@ -250,6 +285,7 @@ class MgpuSplatTrainer(Trainer):
                 path = Path(config.load_checkpoint)
             else:
                 return None
+            checkpoint.remove_leftovers(path.parent)
             state = checkpoint.read(path)
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
@@ -272,7 +308,15 @@ class MgpuSplatTrainer(Trainer):
             )
             model.start_training(optimizers.table, self.config.schedule_steps, self.config.machine.seed)
             if state is not None:
-                self._restore(state, optimizers)
+                try:
+                    self._restore(state, optimizers)
+                except torch.OutOfMemoryError:
+                    raise
+                except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                    raise CheckpointError(
+                        f"{state['path']} has Gaussians, but a state of training that does not fit them "
+                        f"({type(error).__name__}: {error}). It is of another method or damaged: go on from another one."
+                    ) from error
             model.place_rows()
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
@@ -345,21 +389,46 @@ class MgpuSplatTrainer(Trainer):
                 self._one_step(step)
             self._log_waiting()
             self._say_how_long()
-        if self._stop_signal is not None:
+            if self._stop_signal is not None:
+                self._end_early()
             if self.step < self._start_step:
-                CONSOLE.print("Stopped before the first step: there is nothing new to save.")
-            else:
-                try:
-                    path = self._save(self.step)
-                except CheckpointError as error:
-                    raise SystemExit(f"mgpu-splat: {error}") from None
-                CONSOLE.print(f"Stopped after step {self.step + 1:,}; resume with --load-checkpoint {path}")
-            raise SystemExit(128 + self._stop_signal)
-        if self.step < self._start_step:
-            raise SystemExit(
-                "mgpu-splat: training was ended before its first step: there is nothing new to save."
-            )
+                raise SystemExit(
+                    "mgpu-splat: training was ended before its first step: there is nothing new to save."
+                )
+            self.training_state = "completed"  # from here on a failed save ends the command with an error
+            self.save_checkpoint(self.step)
+            if self._stop_signal is not None:  # it came during the last save
+                self._end_early()
         self._after_train()
+
+    def _end_early(self) -> None:
+        """Save, and end as a signal wants it."""
+        assert self._stop_signal is not None
+        if self.step < self._start_step:
+            CONSOLE.print("Stopped before the first step: there is nothing new to save.")
+        else:
+            try:
+                if self._saved_step != self.step:
+                    self._save(self.step)
+            except CheckpointError as error:
+                raise SystemExit(f"mgpu-splat: {error} {self._saved_before()}") from None
+            done = self.step + 1 >= self.config.max_num_iterations
+            how = (
+                "That was the last one."
+                if done
+                else f"To go on:\n  {self._resume_command(self.checkpoint_dir)}"
+            )
+            CONSOLE.print(
+                f"Stopped after step {self.step + 1:,}, which is saved. {how}", markup=False, soft_wrap=True
+            )
+        raise SystemExit(128 + self._stop_signal)
+
+    def _resume_command(self, folder: Path) -> str:
+        """What to type to go on from the newest checkpoint of a folder."""
+        fallback = f"ns-train {self.config.method_name}"
+        if self.config.data is not None:
+            fallback += f" --data {shlex.quote(str(self.config.data))}"
+        return checkpoint.resume_command(folder, sys.argv, dict(os.environ), fallback)
 
     def _say_how_long(self) -> None:
         """Also what evaluations and checkpoints on the way took."""
@@ -393,6 +462,9 @@ class MgpuSplatTrainer(Trainer):
             self._give_up(step, f"memory ran out. {error}")
         except ImageError as error:
             self._give_up(step, str(error))
+        except Exception as error:  # whatever it was, hours of training are worth a try to save them
+            CONSOLE.print(traceback.format_exc(), markup=False, soft_wrap=True)
+            self._give_up(step, f"{type(error).__name__}: {error}")
         # numbers are read a step late, when they are there: asking for those of this step would wait for the device
         self._log_waiting()
         if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
@@ -405,13 +477,39 @@ class MgpuSplatTrainer(Trainer):
         # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
         if (step + 1) % max(1, self.config.steps_per_save) == 0 and step + 1 < self.config.max_num_iterations:
             self._log_waiting()
+            self._check_loss(step, result)
             with self._clock.stopped():
                 self.save_checkpoint(step)
+        elif self._stopping() or step + 1 == self.config.max_num_iterations:
+            self._check_loss(step, result)  # it will be saved
+
+    def _check_loss(self, step: int, result: StepResult) -> None:
+        """End the run if the loss of a step is no number: what it left must not take a good checkpoint's place."""
+        if math.isfinite(result.loss):
+            return
+        raise SystemExit(
+            f"mgpu-splat: the loss of step {step + 1:,} is {result.loss}: training has diverged, and this is not saved. "
+            f"Lower the learning rates, or look for a damaged image or pose. {self._saved_before()}"
+        )
+
+    def _saved_before(self) -> str:
+        """A sentence on the newest checkpoint of this run, or the one it came from."""
+        there = checkpoint.checkpoints(self.checkpoint_dir)
+        if there:
+            step, path = there[0]
+            return (
+                f"Step {step + 1:,} is saved: {path}. To go on from it: {self._resume_command(path.parent)}"
+            )
+        if self._start_step > 0:
+            return "This run has saved nothing; the checkpoint that it came from is as it was."
+        return "Nothing is saved yet."
 
     def _evaluate(self, step: int) -> None:
         try:
             with self.train_lock, self._random_state_kept():
                 self.eval_iteration(step)
+        except EvaluationStopped:
+            CONSOLE.print("The evaluation was left.")
         except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
             CONSOLE.print(
                 f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]"
@@ -424,6 +522,7 @@ class MgpuSplatTrainer(Trainer):
         if self._unlogged is None:
             return
         (step, result, seconds), self._unlogged = self._unlogged, None
+        self._check_loss(step, result)
         writer.put_time(name=EventName.ITER_TRAIN_TIME, duration=seconds, step=step, update_eta=True)
         writer.put_time(name="Train Iter / Sec", duration=1 / seconds, step=step)
         pixels = self.pipeline.datamanager.get_train_rays_per_batch()
@@ -446,14 +545,18 @@ class MgpuSplatTrainer(Trainer):
         return autograd_step(self.pipeline, self.optimizers, self.gradient_accumulation_steps, step)
 
     def _give_up(self, step: int, why: str) -> None:
-        """End the run with what the last whole step left."""
+        """End the run with what the last whole step left; older checkpoints stay."""
         saved = "No step was finished: there is nothing to save."
         if step > self._start_step:
             try:
-                saved = f"Step {step:,} is saved: --load-checkpoint {self._save(step - 1)}."
-            except (CheckpointError, RuntimeError, MemoryError) as error:
-                saved = f"It could not be saved either: {error}"
-        raise SystemExit(f"mgpu-splat: step {step + 1:,} failed: {why} {saved}")
+                self.optimizers.table.zero_pending()
+                path = self._save(step - 1, keep_others=True)
+                saved = f"Step {step:,} is saved: {path}. To go on:\n  {self._resume_command(path.parent)}"
+            except Exception as error:  # a device that has failed fails again
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                saved = f"It could not be saved either ({first}). {self._saved_before()}"
+        why = why.strip().rstrip(".")
+        raise SystemExit(f"mgpu-splat: step {step + 1:,} failed: {why}. {saved}")
 
     @contextmanager
     def _random_state_kept(self) -> Iterator[None]:
@@ -478,18 +581,21 @@ class MgpuSplatTrainer(Trainer):
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM into a stop after the current step."""
+        """Turn the first Ctrl-C or SIGTERM into a stop after the current step; the next one of any kind ends at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def stop(number: int, frame: Any) -> None:
-            if self._stop_signal is not None:
-                raise KeyboardInterrupt
             self._stop_signal = number
-            CONSOLE.print("\nStopping after this step, with a checkpoint. Once more stops at once, without.")
+            for each in before:  # the kernel's own answer: at once, whatever this process is doing
+                signal.signal(each, signal.SIG_DFL)
+            # not through a file object: the signal may have come in the middle of its write
+            os.write(1, b"\nStopping after this step, with a checkpoint. Once more stops at once, without.\n")
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, stop)
         try:
             yield
         finally:
@@ -497,7 +603,7 @@ class MgpuSplatTrainer(Trainer):
                 signal.signal(number, handler)
 
     def _after_train(self) -> None:
-        """Save, evaluate, and leave the viewer open if it is to stay.
+        """Evaluate, and leave the viewer open if it is to stay; what was trained is saved already.
 
         Saving comes first: what goes wrong in an evaluation, or a kill during it, must not cost the run.
         """
@@ -505,8 +611,11 @@ class MgpuSplatTrainer(Trainer):
         for event_writer in writer.EVENT_WRITERS:
             if isinstance(event_writer, ProgressWriter):
                 event_writer.finish(self.step)
-        self._final_evaluation()
-        super()._after_train()
+        try:
+            self._final_evaluation()
+            super()._after_train()
+        except KeyboardInterrupt:
+            CONSOLE.print(f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}.", markup=False)
 
     def _final_evaluation(self) -> None:
         count = len(self.pipeline.datamanager.eval_dataset)
@@ -531,12 +640,16 @@ class MgpuSplatTrainer(Trainer):
             return  # Nerfstudio's end of training saves once more
         try:
             self._save(step)
-        except CheckpointError as error:
+        except (CheckpointError, torch.OutOfMemoryError, MemoryError) as error:
             if self.training_state == "completed":
                 raise SystemExit(f"mgpu-splat: {error}") from None
-            CONSOLE.print(f"[bold red]{error}[/bold red]")
+            CONSOLE.print(
+                f"Step {step + 1:,} could not be saved; training goes on. {error}",
+                style="bold red",
+                markup=False,
+            )
 
-    def _save(self, step: int) -> Path:
+    def _save(self, step: int, keep_others: bool = False) -> Path:
         with self.train_lock:
             self.optimizers.flush()
             state = {
@@ -553,7 +666,7 @@ class MgpuSplatTrainer(Trainer):
                 "sh_degree": self.pipeline.model.config.sh_degree,
                 "schedule_steps": self.config.schedule_steps,
             }
-            keep = not self.config.save_only_latest_checkpoint
+            keep = keep_others or not self.config.save_only_latest_checkpoint
             path = checkpoint.save(state, self.checkpoint_dir, step, keep)
             self._saved_step = step
             return path

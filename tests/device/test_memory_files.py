@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import gc
+import itertools
 import subprocess
 import sys
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +69,49 @@ def test_files_are_torchs_own(piece: int, tmp_path: Path, monkeypatch: pytest.Mo
         assert isinstance(loaded["parameter"], nn.Parameter)
         loaded["x"].zero_()
         assert not loaded["view"].any(), "a view shares its storage"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_large_storages_are_written_past_the_page_cache_where_that_can_be(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes about whole blocks and pieces; memory that is not aligned; a file system that refuses."""
+    monkeypatch.setattr(files, "PIECE", 1 << 20)
+    probe = files._open_direct(Path(__file__))
+    if direct and probe is None:
+        pytest.skip("the file system of this checkout does not know O_DIRECT")
+    straight: list[int] = []
+    pwrite = files.os.pwrite
+
+    def watched(file: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & files.os.O_DIRECT:
+            if not direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            straight.append(len(data))
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(files.os, "pwrite", watched)
+    sizes = [1, 4095, 4096, 4097, (1 << 20) - 1, (1 << 20) + 5000, 3 << 20]
+    state = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    state.append(torch.frombuffer(bytearray(1 << 20), dtype=torch.uint8, offset=1))  # at an odd address
+    path = tmp_path / "x.pt"
+    torch.mgpu.save([tensor.to("mgpu") for tensor in state[:-1]] + state[-1:], path, location="cpu")
+    records(path)  # compares checksums
+    for wrote, read in zip(state, torch.load(path, mmap=True), strict=True):
+        assert torch.equal(wrote, read)
+    assert (sum(straight) > 4 << 20) is direct
+
+
+def test_checksums_of_pieces_make_the_checksum_of_the_whole() -> None:
+    text = torch.randint(0, 256, (300_000,), dtype=torch.uint8).numpy().tobytes()
+    for cuts in ([], [0], [1, 70_000], [299_999], [4096, 8192, 8193]):
+        edges = [0, *cuts, len(text)]
+        pieces: list[tuple[Future[int | OSError], int]] = []
+        for begin, end in itertools.pairwise(edges):
+            done: Future[int | OSError] = Future()
+            done.set_result(zlib.crc32(text[begin:end]))
+            pieces.append((done, end - begin))
+        assert files._checksum(pieces) == zlib.crc32(text)
 
 
 def test_a_file_for_the_cpu_is_read_without_the_device(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +19,9 @@ import torch
 
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
+from ns_mgpu_splat.nerfstudio.preflight import row_bytes
+from ns_mgpu_splat.splats import SplatAdam, SplatTable
+from ns_mgpu_splat.splats.statistics import RowStatistics
 
 
 def test_saved_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:
@@ -121,11 +126,87 @@ def test_bytes_that_are_no_checkpoint_get_a_sentence(seed: int, tmp_path: Path) 
 
 
 def test_the_unfinished_file_of_a_killed_save_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A process that still writes holds a lock; process numbers are used again and say nothing."""
     folder = tmp_path / "nerfstudio_models"
-    dead = tmp_path / ".step-000000001.ckpt.999999999"  # larger than any process number
-    alive = tmp_path / f".step-000000001.ckpt.{os.getppid()}"
+    dead = tmp_path / f".step-000000001.ckpt.{os.getppid()}"
+    alive = tmp_path / ".step-000000001.ckpt.999999999"
     dead.write_bytes(b"half")
     alive.write_bytes(b"another process is still writing")
-    checkpoint.save({"step": 2}, folder, 2, keep_others=False)
-    assert not dead.exists()
-    assert alive.exists()
+    with alive.open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        checkpoint.save({"step": 2}, folder, 2, keep_others=False)
+        assert not dead.exists()
+        assert alive.exists()
+    checkpoint.save({"step": 3}, folder, 3, keep_others=False)
+    assert not alive.exists()
+
+
+@pytest.mark.parametrize(("half", "strategy"), [(False, "mcmc"), (True, "mcmc"), (False, "default")])
+@pytest.mark.parametrize("degree", [0, 3])
+def test_the_estimate_is_the_size_of_the_file(half: bool, strategy: str, degree: int, tmp_path: Path) -> None:
+    rows = 20_000
+    table = SplatTable(rows, sh_degree=degree, half=half)
+    optimizer = SplatAdam(table, {})
+    if strategy == "default":
+        optimizer.statistics = RowStatistics(rows, rows)
+    state = {"step": 0, "pipeline": table.named_columns(), "optimizers": optimizer.state_dict()}
+    size = checkpoint.save(state, tmp_path, 0, True).stat().st_size
+    estimate = rows * row_bytes(degree, half, strategy == "default")
+    assert 0.9 * estimate < size < estimate + 150_000  # names, and a block of 4,096 bytes for each tensor
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """Root may write anywhere: a file in the place of the folder stops everybody."""
+    (tmp_path / "run").write_text("I am a file")
+    folder = tmp_path / "run" / "nerfstudio_models"
+    with pytest.raises(CheckpointError, match=r"run/nerfstudio_models cannot be written .*--output-dir"):
+        checkpoint.check_folder(folder)
+    checkpoint.check_folder(tmp_path / "other" / "nerfstudio_models")
+    assert sorted(p.name for p in (tmp_path / "other").rglob("*")) == ["nerfstudio_models"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "keep", "free", "answer"),
+    [
+        (1, False, 99, "refused"),  # bytes now: 100, at the cap: 1000
+        (1, False, 100, "warned"),
+        (1, False, 1000, None),
+        (5, False, 199, "refused"),  # two, while one is written beside the other
+        (5, False, 1999, "warned"),
+        (5, False, 2000, None),
+        (5, True, 4999, "warned"),
+        (5, True, 5000, None),
+    ],
+)
+def test_a_disk_that_is_too_small_is_found_before_training(
+    saves: int, keep: bool, free: int, answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("usage", (), {"free": free}))
+    if answer == "refused":
+        with pytest.raises(CheckpointError, match="--output-dir"):
+            checkpoint.check_room(tmp_path, 100, 1000, saves, keep)
+    else:
+        said = checkpoint.check_room(tmp_path, 100, 1000, saves, keep)
+        assert (said is not None and "will take" in said) == (answer == "warned")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (
+            "/venv/bin/ns-train mgpu-splat --data 'my town' --vis viewer",
+            "ns-train mgpu-splat --load-dir out/models --data 'my town' --vis viewer",
+        ),
+        (
+            "ns-train mgpu-splat --load_checkpoint old.ckpt --load-dir=older --load-step 3 --data a b",
+            "ns-train mgpu-splat --load-dir out/models --data a b",
+        ),
+        ("python notebook.py", "MGPU_DEVICES=0,1 ns-train mgpu-splat --load-dir out/models --data here"),
+    ],
+)
+def test_the_command_to_go_on_is_the_one_that_was_typed(typed: str, expected: str) -> None:
+    environment = {"MGPU_DEVICES": "0,1", "HOME": "/"} if "python" in typed else {}
+    found = checkpoint.resume_command(
+        Path("out/models"), shlex.split(typed), environment, "ns-train mgpu-splat --data here"
+    )
+    assert found == expected
