@@ -72,6 +72,7 @@ class Lives:
         self.stop()
         self.count += 1
         steps, output = (self.folder / f"life-{self.count}.{kind}" for kind in ("steps", "log"))
+        output.touch()
         line = {"arguments": [str(a) for a in arguments], "steps": str(steps), "output": str(output)}
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None

@@ -161,7 +161,9 @@ def test_a_signal_is_answered_in_an_evaluation(lives: Lives, town: scene.Scene, 
     """An evaluation of many images is left between two of them; the step before it is saved."""
     all_images = ["--pipeline.datamanager.dataparser.eval-mode", "all", "--steps-per-eval-all-images", 3]
     life = lives.begin([*options(town, tmp_path, *all_images), "fault:evaluation:0"])
+    deadline = time.monotonic() + 120
     while "evaluating" not in life.output.read_text():
+        assert time.monotonic() < deadline, said(life)
         time.sleep(0.05)
     os.kill(life.pid, signal.SIGTERM)
     assert lives.end() == 128 + signal.SIGTERM, said(life)
