@@ -55,12 +55,13 @@ class BoundedCache(Generic[Value]):
                     self._coming[index] = self._pool.submit(self._load, index)
 
     def ready(self, index: int) -> Value | None:
-        """Return a value if it is there or has just come, without waiting. Errors of `load` are raised here."""
+        """Return a value if it is there or has just come, without waiting. An error of `load` waits for `get`."""
         with self._lock:
             if index in self._ready:
                 return self._ready[index]
             future = self._coming.get(index)
-        return self.get(index) if future is not None and future.done() else None
+        came = future is not None and future.done() and future.exception() is None
+        return self.get(index) if came else None
 
     def get(self, index: int) -> Value:
         """Return a value, waiting for it if need be. Errors of `load` are raised here."""

@@ -25,12 +25,13 @@ from nerfstudio.data.datamanagers.full_images_datamanager import (
 )
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.datasets.base_dataset import InputDataset
+from nerfstudio.utils.rich_utils import CONSOLE
 from torch.nn import Parameter
 from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.cache import BoundedCache
 from ns_mgpu_splat.data.checks import DatasetError, Level
-from ns_mgpu_splat.data.images import ImageSource
+from ns_mgpu_splat.data.images import ImageError, ImageSource
 from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
 from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed, kAhead
@@ -232,6 +233,7 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         self.dataparser.skip = config.on_bad_image == "skip"
         self.dataparser.workers = self._workers()
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._unreadable: set[int] = set()  # training images that turned out to be, with on-bad-image "skip"
         self._place = (0, 0)  # epoch and place in it of the step in progress
         self.includes_time = False
         try:
@@ -266,9 +268,31 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         return SplatDataset(outputs, self.cache_bytes // 8, self._workers())
 
     def train_index(self, step: int) -> int:
-        """Which training image a step sees."""
-        epoch, place = divmod(step, len(self.train_dataset))
-        return int(self._order(epoch)[0][place])
+        """Which training image a step sees: with on-bad-image "skip", the next in order if it cannot be read."""
+        for index in self._wanted(step):
+            if self._readable(index):
+                return index
+        raise ImageError("None of the training images can be read any more.")
+
+    def _wanted(self, step: int) -> Iterator[int]:
+        """The image of a step, and those that would take its place."""
+        count = len(self.train_dataset)
+        epoch, place = divmod(step, count)
+        order = self._order(epoch)[0]
+        return (i for k in range(count) if (i := int(order[(place + k) % count])) not in self._unreadable)
+
+    def _readable(self, index: int) -> bool:
+        """Whether an image is there, where it matters; reads it if need be. Large captures are not decoded before."""
+        if self.config.on_bad_image == "stop" or (self._feed is not None and self._feed.has(index)):
+            return True
+        try:
+            self.train_dataset.pictures.get(index)
+        except ImageError as error:
+            self._unreadable.add(index)
+            CONSOLE.print("[bold yellow]A training image is left out from now on:[/bold yellow]")
+            CONSOLE.print(f"  - {error}", markup=False, highlight=False)
+            return False
+        return True
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The images of an epoch in their order, and the place of each image in it; of three epochs, kept."""
@@ -301,7 +325,8 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             self._feed = self._new_feed()
         self._place = divmod(step, len(self.train_dataset))
         ahead = range(step + 1, step + 1 + min(self.train_dataset.ahead, len(self.train_dataset) - 1))
-        return self._feed.get(self.train_index(step), [self.train_index(s) for s in ahead])
+        index = self.train_index(step)
+        return self._feed.get(index, [next(self._wanted(s), index) for s in ahead])
 
     def _new_feed(self) -> ImageFeed:
         data = self.train_dataset

@@ -45,6 +45,10 @@ class ImageFeed:
         self._there: dict[int, DeviceImage] = {}
         self._stream: Any = None
 
+    def has(self, index: int) -> bool:
+        """Whether an image is on the device or on its way there."""
+        return index in self._there
+
     def get(self, index: int, coming: Sequence[int] = ()) -> DeviceImage:
         """An image that work given to the device from now on may read; `coming` are wanted next, in this order."""
         found = self._there.get(index)

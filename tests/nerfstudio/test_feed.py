@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import scene
 import torch
 
 import ns_mgpu_splat
 from ns_mgpu_splat.data.cache import BoundedCache
-from ns_mgpu_splat.nerfstudio.datamanager import Picture
+from ns_mgpu_splat.data.images import ImageError
+from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanagerConfig, Picture
 from ns_mgpu_splat.nerfstudio.feed import ImageFeed, kAhead
 
 COUNT = 12
@@ -74,3 +78,34 @@ def test_an_unreadable_image_is_named(device: torch.device) -> None:
     feed = ImageFeed(BoundedCache(broken, lambda p: p.nbytes, 1, 1), 1, 0, device)
     with pytest.raises(OSError, match="view_3"):
         feed.get(3, [4])
+
+
+@pytest.mark.parametrize("device_gib", [0.0, 1.0])
+def test_an_image_that_goes_bad_while_training_is_left_out_and_said_once(
+    tmp_path: Path, device_gib: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Large captures are not decoded before training: a flipped bit shows when its turn comes."""
+    made = scene.write_nerfstudio(tmp_path, images=6, points=20)
+    config = MgpuSplatDatamanagerConfig(data=tmp_path, on_bad_image="skip", device_cache_gib=device_gib)
+    manager = config.setup(device="mgpu", test_mode="val")
+    count, last = len(manager.train_dataset), made.names[-1]
+    bad = [p.name for p in manager.train_dataset.image_filenames].index(last)
+    file = tmp_path / "images" / last
+    file.write_bytes(file.read_bytes()[:-60])
+    seen = []
+    for step in range(3 * count):
+        index, batch = manager.train_index(step), manager.next_train(step)[1]
+        assert batch["image_idx"] == index
+        assert torch.equal(batch["image"].cpu(), manager.train_dataset.picture(index).image)
+        seen.append(index)
+    assert bad not in seen
+    assert set(seen) == set(range(count)) - {bad}
+    assert capsys.readouterr().out.count(last) == 1
+
+
+def test_an_image_that_goes_bad_while_training_ends_it_unless_told_otherwise(tmp_path: Path) -> None:
+    made = scene.write_nerfstudio(tmp_path, images=6, points=20)
+    manager = MgpuSplatDatamanagerConfig(data=tmp_path).setup(device="mgpu", test_mode="val")
+    (tmp_path / "images" / made.names[-1]).write_bytes(b"")
+    with pytest.raises(ImageError, match=made.names[-1]):
+        _ = [manager.next_train(step) for step in range(6)]

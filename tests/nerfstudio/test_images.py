@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -180,4 +181,8 @@ def test_prefetched_value_is_read_once_and_errors_reach_the_caller() -> None:
     with pytest.raises(ImageError, match="broken"):
         cache.get(7)  # and again: a failure is not remembered as a value
     assert loads.count(1) == 1
+    cache.prefetch([7])
+    while not cache._coming[7].done():
+        time.sleep(0.001)
+    assert cache.ready(7) is None, "an error waits for the one who asks for the value"
     cache.close()
