@@ -36,6 +36,13 @@ class Frame:
             self.scale == 1.0 and (self.rotation == np.eye(3)).all() and not self.shift.any()
         )  # then the offset is zero, too
 
+    def y_up(self) -> Frame:
+        """This frame turned so that its z axis becomes y: (x, y, z) goes to (x, z, -y)."""
+        turn = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, -1.0, 0.0]])
+        return Frame(
+            f"{self.name}, y up", turn @ self.rotation, self.scale, turn @ self.shift, turn @ self.offset
+        )
+
     def positions(self, means: np.ndarray) -> np.ndarray:
         """Coordinates in this frame, (rows, 3) float64, offset not subtracted, of `means` (rows, 3)."""
         wide = means.astype(np.float64)

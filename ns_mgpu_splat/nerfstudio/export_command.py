@@ -32,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--frame", choices=("nerfstudio", "world"), default="nerfstudio",
                    help="coordinates to write: nerfstudio is what the model was trained in, with the cameras within -1 and 1; "
                    "world is the capture's own, in its unit of length (default: %(default)s)")  # fmt: skip
+    p.add_argument("--y-up", action="store_true",
+                   help="turn the frame so that z, which is up in Nerfstudio, becomes y: (x, y, z) is written as (x, z, -y). "
+                   "Viewers of .spz and game engines expect that")  # fmt: skip
     p.add_argument("--sh-degree", metavar="D", type=int, choices=range(4), default=None,
                    help="keep view-dependent colour up to this degree, 0 to 3: a .ply has 248 bytes a splat with 3, 152 with "
                    "2, 92 with 1, 56 with 0 (default: all that the run has)")  # fmt: skip
@@ -99,6 +102,8 @@ def _export(args: argparse.Namespace) -> str:
     form, _ = target_of(args.output, ExportSettings(**options))  # before a large checkpoint is opened
     run = open_run(args.load_config)
     frame = run.world() if args.frame == "world" else Frame()
+    if args.y_up:
+        frame = frame.y_up()
     settings = ExportSettings(frame=frame, antialiased=run.antialiased, **options)
     with _progress() as progress:
         done = export(run.rows, args.output, settings, progress)

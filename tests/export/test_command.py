@@ -311,3 +311,11 @@ def test_memory_does_not_grow_with_the_rows(options: tuple[str, ...], tmp_path: 
     code, extra = json.loads(done.stdout.splitlines()[-1])
     assert code == 0
     assert extra < 70e6, f"{extra / 1e6:.0f} MB"
+
+
+def test_y_up_is_written_and_said(config: Path, run_export: Callable[..., str], tmp_path: Path) -> None:
+    assert "frame nerfstudio;" in run_export(config, tmp_path / "a.ply")
+    assert "frame nerfstudio, y up;" in run_export(config, tmp_path / "b.ply", "--y-up")
+    a, b = (saved_runs.read_ply(tmp_path / f"{name}.ply") for name in "ab")
+    assert np.allclose(b["means"], a["means"][:, [0, 2, 1]] * [1, 1, -1], atol=1e-6)
+    assert not np.allclose(b["shN"], a["shN"])

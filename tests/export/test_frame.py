@@ -115,3 +115,13 @@ def test_a_world_whose_origin_is_near_has_no_offset() -> None:
 def test_what_is_no_similarity_is_refused(transform: np.ndarray, scale: float, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         world_frame(transform, scale)
+
+
+def test_y_up_turns_what_was_up_and_its_offset() -> None:
+    transform = np.hstack([np.eye(3), [[-5e5], [-4e6], [-7e3]]])
+    frame, turned = world_frame(transform, 0.5), world_frame(transform, 0.5).y_up()
+    means = np.array([[1.0, 2.0, 3.0]], dtype=np.float32)
+    x, y, z = frame.positions(means)[0]
+    assert np.array_equal(turned.positions(means)[0], [x, z, -y])
+    assert np.array_equal(turned.offset, [5e5, 7e3, -4e6])
+    assert np.linalg.det(turned.rotation) == pytest.approx(1.0)
