@@ -123,8 +123,8 @@ def main() -> int:
     for name, milliseconds, rate in rows:
         print(f"{name:34}{milliseconds:18.1f}{rate:12.1f}")
     if arguments.json:
-        found = [{"what": n, "core_ms": m, "images_per_s": r} for n, m, r in rows]
-        arguments.json.write_text(json.dumps({"size": arguments.size, "rows": found}, indent=1))
+        written = [{"what": n, "core_ms": m, "images_per_s": r} for n, m, r in rows]
+        arguments.json.write_text(json.dumps({"size": arguments.size, "rows": written}, indent=1))
     return 0
 
 

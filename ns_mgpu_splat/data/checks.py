@@ -127,7 +127,7 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
     file = shown(frame.image, capture.root)
     where = f"{frame.label} of {capture.source.name}"
     problems: list[str] = []
-    info = _header(frame.image, file, f"{where} names it", problems)
+    info = _header(frame.image, file, where, "", problems)
     if info is not None:
         frame.has_alpha = info.has_alpha
         if info.size != expected and info.turned_size == expected:
@@ -140,7 +140,7 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
             )
     if frame.mask is not None:
         mask_file = shown(frame.mask, capture.root)
-        info = _header(frame.mask, mask_file, f"{where} names it as the mask of {file}", problems)
+        info = _header(frame.mask, mask_file, where, f" as the mask of {file}", problems)
         if info is not None and info.size != expected and info.turned_size == expected:
             frame.mask_orientation = info.orientation
         elif info is not None and info.size != expected:
@@ -151,12 +151,14 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
     return problems
 
 
-def _header(path: Path, file: str, who: str, problems: list[str]) -> images.ImageInfo | None:
+def _header(path: Path, file: str, where: str, role: str, problems: list[str]) -> images.ImageInfo | None:
     if not path.is_file():
         similar = _similar(path)
         hint = f"{similar.name} is there: rename it, or correct the name" if similar else kFixHint
-        what = "is a folder" if path.is_dir() else "is missing"
-        problems.append(f"{file} {what}, but {who}. {hint}.")
+        if path.is_dir():
+            problems.append(f"{file} is a folder, but {where} names it{role}. {hint}.")
+        else:
+            problems.append(f"{file} is missing, but {where} names it{role}. {hint}.")
         return None
     try:
         return images.probe(path)
