@@ -17,6 +17,7 @@
 #include "memory/locality.h"
 #include "memory/pool.h"
 #include "memory/provider.h"
+#include "memory/tally.h"
 #include "mesh/fork_join.h"
 
 namespace mgpu {
@@ -148,6 +149,8 @@ MGPU_BINDINGS(device) {
   m.def("shrink", &shrink, no_gil);
   m.def("placement", &placement, no_gil);
   m.def("place", &place, no_gil);
+  m.def("pages_moved", &pages_moved);
+  m.def("reset_pages_moved", &reset_pages_moved);
   m.def("place_rows", &place_rows, no_gil);
   m.def("row_homes", &row_homes_of, no_gil);
   m.def("to_host", &to_host, no_gil);

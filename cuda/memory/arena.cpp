@@ -32,8 +32,9 @@ void Arena::map_more(const std::vector<int16_t>& shards) {
   on_host_.resize(shard_.size(), 0);
 }
 
-void Arena::move(int64_t first, const std::vector<int16_t>& to) {
+int64_t Arena::move(int64_t first, const std::vector<int16_t>& to) {
   const int64_t count = static_cast<int64_t>(to.size());
+  int64_t moved = 0;
   for (int64_t done = 0; done < count;) {
     const int64_t begin = done, end = std::min(count, begin + kMovePages);
     const std::vector<int16_t> wanted(to.begin() + begin, to.begin() + end);
@@ -43,6 +44,7 @@ void Arena::move(int64_t first, const std::vector<int16_t>& to) {
       for (int64_t page = begin; page < end; ++page) {
         const int16_t now = places[static_cast<size_t>(page - begin)];
         const size_t index = static_cast<size_t>(first + page);
+        moved += now != place(first + page);
         on_host_[index] = now == kHostPage;
         if (now != kHostPage) shard_[index] = now;
       }
@@ -56,6 +58,7 @@ void Arena::move(int64_t first, const std::vector<int16_t>& to) {
     note();
     done = end;
   }
+  return moved;
 }
 
 bool Arena::lies_at(const std::vector<int16_t>& places) const {

@@ -40,8 +40,9 @@ class Arena {
   int16_t shard(int64_t page) const { return shard_[static_cast<size_t>(page)]; }
 
   // Move pages [first, first + to.size()) each to a shard, or to host memory (kHostPage; it then remembers
-  // its shard). Contents stay. Throws OutOfMemory; some pages may have moved then, and the table is right.
-  void move(int64_t first, const std::vector<int16_t>& to);
+  // its shard). Contents stay. Returns how many were elsewhere. Throws OutOfMemory; some pages may have moved
+  // then, and the table is right.
+  int64_t move(int64_t first, const std::vector<int16_t>& to);
 
   // True if moving so needs no copying.
   bool lies_at(const std::vector<int16_t>& places) const;

@@ -318,7 +318,7 @@ class Pool {
     std::vector<int16_t> places;
     for (int64_t page = 0; page < pages; ++page)
       places.push_back(arena.place(page) == kHostPage ? kHostPage : equal_page_shard(page, pages));
-    arena.move(0, places);
+    tally_moved(arena.move(0, places));
   }
 
  public:
@@ -461,7 +461,7 @@ class Pool {
         std::vector<int16_t> wanted;
         for (int64_t page = *least; page <= *most; ++page) wanted.push_back(arena.place(first + page));
         for (size_t i = 0; i < pages.size(); ++i) wanted[static_cast<size_t>(pages[i] - *least)] = places[i];
-        arena.move(first + *least, wanted);
+        tally_moved(arena.move(first + *least, wanted));
       }
     } catch (...) {
       count(block, +1);

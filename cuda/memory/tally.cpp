@@ -27,6 +27,7 @@ struct Counter {
 // Constant-initialised and without a destructor: Buffers in statics may outlive other statics.
 std::array<Counter, kMaxShards + 1> of_place;  // the last: host memory
 Counter of_all;
+std::atomic<int64_t> moved{0};
 
 Counter& counter(int place) { return of_place[static_cast<size_t>(place == kHostPage ? kMaxShards : place)]; }
 
@@ -39,6 +40,10 @@ void tally(int place, int64_t bytes) noexcept {
 
 Tally tally_of(int place) { return counter(place).read(); }
 Tally tally_of_all() { return of_all.read(); }
+
+void tally_moved(int64_t pages) noexcept { moved.fetch_add(pages, std::memory_order_relaxed); }
+int64_t pages_moved() { return moved.load(); }
+void reset_pages_moved() { moved.store(0); }
 
 void reset_tally_peaks() {
   for (Counter& one : of_place) one.peak.store(one.allocated.load());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // tally.h: bytes in use by shard, and the most there have been: blocks of the pool and temporaries of stages
-// alike. Lock-free; any thread.
+// alike. Also how many pages have moved. Lock-free; any thread.
 #pragma once
 #include <cstdint>
 
@@ -17,5 +17,10 @@ void tally(int place, int64_t bytes) noexcept;
 Tally tally_of(int place);
 Tally tally_of_all();  // shards and host memory together
 void reset_tally_peaks();
+
+// Pages have changed their place: between shards, or to and from host memory.
+void tally_moved(int64_t pages) noexcept;
+int64_t pages_moved();  // since the start or reset_pages_moved()
+void reset_pages_moved();
 
 }  // namespace mgpu

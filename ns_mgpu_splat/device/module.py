@@ -324,16 +324,18 @@ def link_stats(*, reset: bool = False) -> dict[str, Any]:
     `remote_rows`: visible Gaussians that another shard than their own blends. `visible_rows`: all visible Gaussians.
     `load`: by shard, what its tiles cost, in pairs of a tile and a Gaussian (and 8 a tile). `imbalance`: largest load /
     mean load, mean over the frames; `imbalance_max`: the largest of a frame. All but the last two are sums over frames.
+    `pages_moved`: pages of 2 MiB that have changed their shard, or gone to or come from host memory.
     """
-    counts = _C.link_stats()
+    counts = _C.link_stats() | {"pages_moved": _C.pages_moved()}
     if reset:
-        _C.reset_link_stats()
+        reset_link_stats()
     return counts
 
 
 def reset_link_stats() -> None:
     """Set all counts of `link_stats()` to zero."""
     _C.reset_link_stats()
+    _C.reset_pages_moved()
 
 
 def reserve(shape: Sequence[int], capacity_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:

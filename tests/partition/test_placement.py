@@ -266,3 +266,17 @@ def test_homes_follow_growth_and_are_forgotten_with_the_memory(table: SplatTable
     table.resize(ROWS, capacity=3 * ROWS)  # other memory: in equal chunks
     assert [end - begin for begin, end in table.homes] == [ROWS // shards] * shards
     assert table.placed == table.homes
+
+
+def test_pages_that_move_are_counted(table: SplatTable) -> None:
+    """By place(), and again on the way back; not by a place() that moves none."""
+    homes, columns = table.homes, [column.detach() for column in table.columns()]
+    before = [torch.mgpu.placement(column) for column in columns]  # type: ignore[attr-defined]
+    torch.mgpu.reset_link_stats()  # type: ignore[attr-defined]
+    moved = table.place([(0, ROWS), *[(ROWS, ROWS)] * (len(homes) - 1)])
+    assert moved == sum(int((places != 0).sum()) for places in before) > 0
+    assert table.place(table.homes) == 0
+    assert torch.mgpu.link_stats()["pages_moved"] == moved  # type: ignore[attr-defined]
+    table.place(homes)
+    assert torch.mgpu.link_stats(reset=True)["pages_moved"] == 2 * moved  # type: ignore[attr-defined]
+    assert torch.mgpu.link_stats()["pages_moved"] == 0  # type: ignore[attr-defined]
