@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-kMostZoom = (
-    20.0  # a pinhole this much longer or shorter than the lens shows nothing of the photograph any more
-)
+kMostZoom = 4.0  # a pinhole this much longer than the lens leaves a sixteenth of the photograph
+kWidest = 2.0  # tangent of half the pinhole's view, 127 degrees across: beyond, its rim is all stretch
 kSlack = 0.02  # of the image's size: OpenCV finds the pinhole on a coarse grid
 kMapsKept = 2  # of the latest cameras; a 12-megapixel one takes 96 MB
 
@@ -168,21 +167,22 @@ def distort(x: np.ndarray, y: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.nd
 
 @functools.lru_cache(maxsize=4096)
 def undistorted_pinhole(camera: Pinhole, lens: Lens) -> Pinhole:
-    """The pinhole camera of the undistorted image: same size, and no pixel without data."""
+    """The pinhole camera of the undistorted image: same size, and no pixel without data.
+
+    OpenCV's choice where it has a sound one (it also moves the principal point), else one of the same principal point.
+    """
     import cv2
 
     if not lens.distorts:
         return camera
-    size = (camera.width, camera.height)
-    if lens.kind == "fisheye":
-        k = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify(
-            camera.opencv(), np.array(_padded(lens, 4)), size, np.eye(3), balance=0.0
-        )
-    elif lens.kind == "opencv":
+    if lens.kind == "opencv":
+        size = (camera.width, camera.height)
         k, _ = cv2.getOptimalNewCameraMatrix(camera.opencv(), np.array(_padded(lens, 8)), size, 0)
-    else:
-        return _zoomed(camera, lens)
-    return Pinhole(*size, float(k[0, 0]), float(k[1, 1]), float(k[0, 2]) + 0.5, float(k[1, 2]) + 0.5)
+        if k[0, 0] > 0 and k[1, 1] > 0:
+            found = Pinhole(*size, float(k[0, 0]), float(k[1, 1]), float(k[0, 2]) + 0.5, float(k[1, 2]) + 0.5)
+            if _overhang(found, camera, lens) <= kSlack:
+                return found
+    return _zoomed(camera, lens)
 
 
 def _border(camera: Pinhole, points: int = 65) -> tuple[np.ndarray, np.ndarray]:
@@ -195,22 +195,34 @@ def _border(camera: Pinhole, points: int = 65) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _overhang(target: Pinhole, camera: Pinhole, lens: Lens) -> float:
-    """How far the target's edges lie outside the photograph, as a share of its size; infinite where undefined."""
+    """How far the target's edges lie outside the photograph, as a share of its size.
+
+    Infinite where the lens shows nothing, or folds: a ray farther out that meets the image farther in shows what is there
+    twice.
+    """
     px, py = _border(target)
-    u, v = distort((px - target.cx) / target.fx, (py - target.cy) / target.fy, lens)
-    x, y = (u * camera.fx + camera.cx) / camera.width, (v * camera.fy + camera.cy) / camera.height
-    out = max(float(np.max(-x)), float(np.max(x - 1)), float(np.max(-y)), float(np.max(y - 1)))
-    return out if np.isfinite(out) else np.inf
+    x, y = (px - target.cx) / target.fx, (py - target.cy) / target.fy
+    outwards = np.linspace(0, 1, 17)[1:, None]
+    u, v = distort(outwards * x, outwards * y, lens)
+    radius = np.hypot(u, v)
+    if not np.isfinite(radius).all() or (np.diff(radius, axis=0) <= 0).any():
+        return np.inf
+    x, y = (u[-1] * camera.fx + camera.cx) / camera.width, (v[-1] * camera.fy + camera.cy) / camera.height
+    return max(float(np.max(-x)), float(np.max(x - 1)), float(np.max(-y)), float(np.max(y - 1)))
 
 
 def _zoomed(camera: Pinhole, lens: Lens) -> Pinhole:
-    """The shortest pinhole with the same principal point whose edges lie inside the photograph."""
+    """The shortest pinhole with the same principal point whose edges lie inside the photograph; at most `kWidest`."""
 
     def at(zoom: float) -> Pinhole:
         return Pinhole(camera.width, camera.height, camera.fx * zoom, camera.fy * zoom, camera.cx, camera.cy)
 
-    low, high = 1 / kMostZoom, kMostZoom
-    for _ in range(60):
+    px, py = _border(camera)
+    widest = np.hypot((px - camera.cx) / camera.fx, (py - camera.cy) / camera.fy).max()
+    low, high = float(widest) / kWidest, 2 * kMostZoom
+    if _overhang(at(low), camera, lens) <= 0:
+        return at(low)
+    for _ in range(50):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _overhang(at(middle), camera, lens) <= 0 else (middle, high)
     return at(high)
@@ -221,11 +233,10 @@ def why_no_pinhole(camera: Pinhole, lens: Lens) -> str | None:
     if not lens.distorts:
         return None
     target = undistorted_pinhole(camera, lens)
-    zooms = (target.fx / camera.fx, target.fy / camera.fy)
-    if not all(1 / kMostZoom < zoom < kMostZoom for zoom in zooms):
-        return f"would need a focal length {zooms[0]:.3g} times as long to leave no empty corner"
     if _overhang(target, camera, lens) > kSlack:
-        return "reach beyond the photograph's edges"
+        return "reach beyond what the photograph shows"
+    if target.fx > kMostZoom * camera.fx or target.fy > kMostZoom * camera.fy:
+        return f"show no more than {(camera.fx / target.fx) ** 2:.1%} of the photograph"
     return None
 
 

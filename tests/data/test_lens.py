@@ -106,10 +106,31 @@ def pattern(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "distortion",
-    [Lens("opencv", (50.0,)), Lens("opencv", (-30.0, 4.0)), Lens("fisheye", (40.0, -300.0))],
+    [
+        Lens("opencv", (500.0,)),
+        Lens("opencv", (-30.0, 4.0)),
+        Lens("fisheye", (400.0, -3000.0)),
+    ],
 )
 def test_coefficients_that_leave_no_picture_are_noticed(distortion: Lens) -> None:
     assert lens.why_no_pinhole(Pinhole(WIDTH, HEIGHT, FOCAL, FOCAL, 48, 36), distortion) is not None
+
+
+@pytest.mark.parametrize("degrees", [120, 170, 200])
+def test_a_very_wide_fisheye_keeps_its_middle(degrees: int) -> None:
+    """As a pinhole it would be endless: what is kept is at most 127 degrees across, and inside the photograph."""
+    focal = WIDTH / np.radians(degrees)
+    camera, distortion = Pinhole(WIDTH, HEIGHT, focal, focal, 48, 36), Lens("fisheye", (0.0, 0, 0, 0))
+    assert lens.why_no_pinhole(camera, distortion) is None
+    kept = lens.undistorted_pinhole(camera, distortion)
+    corner = np.hypot(48 / kept.fx, 36 / kept.fy)
+    assert corner <= 2.0001
+    assert np.arctan(48 / kept.fx) <= np.radians(degrees / 2)
+    if degrees >= 170:
+        assert corner > 1.99
+    else:  # tight: the corner, an edge or both touch the photograph's edges
+        reach = lens.distort(np.array([48 / kept.fx, 0]), np.array([0, 36 / kept.fy]), distortion)
+        assert max(reach[0][0] * focal / 48, reach[1][1] * focal / 36) == pytest.approx(1, abs=0.3)
 
 
 def test_invisible_pixels_do_not_bleed_into_the_undistorted_picture() -> None:
