@@ -19,7 +19,7 @@ class BoundedCache(Generic[Value]):
 
     Dropped is the least recently used, or, where the order of use is known ahead, the one that is wanted last: with a
     new permutation each epoch and room for half of the values, half of them are then found, where the least recently
-    used would find an eighth.
+    used would find a seventh.
 
     Args:
         load: makes the value of an index; called from worker threads.

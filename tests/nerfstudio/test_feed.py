@@ -109,3 +109,27 @@ def test_an_image_that_goes_bad_while_training_ends_it_unless_told_otherwise(tmp
     (tmp_path / "images" / made.names[-1]).write_bytes(b"")
     with pytest.raises(ImageError, match=made.names[-1]):
         _ = [manager.next_train(step) for step in range(6)]
+
+
+def test_cache_and_threads_change_neither_order_nor_pictures_and_memory_stays_within_bounds(
+    tmp_path: Path,
+) -> None:
+    scene.write_nerfstudio(tmp_path, images=9, points=20)
+    image_bytes = 64 * 48 * 3
+    seen = []
+    for cache_images, threads in ((0, 1), (3, 4), (100, 2)):
+        gib = cache_images * image_bytes * 8 / 7 / 2**30
+        config = MgpuSplatDatamanagerConfig(
+            data=tmp_path, image_cache_gib=gib, max_thread_workers=threads, device_cache_gib=0
+        )
+        manager = config.setup(device="mgpu", test_mode="val")
+        data = manager.train_dataset
+        order = []
+        for step in range(3 * len(data)):
+            _, batch = manager.next_train(step)
+            order.append((batch["image_idx"], batch["image"].cpu().numpy().tobytes()))
+            assert data.pictures.bytes <= max(cache_images, 1) * image_bytes
+            assert len(data.pictures._coming) <= data.ahead <= 2 * threads
+        seen.append(order)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(seen[0])) == len(data)

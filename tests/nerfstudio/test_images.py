@@ -136,7 +136,7 @@ def test_cache_stays_within_its_bytes_and_drops_the_least_recently_used() -> Non
 
 
 def test_knowing_the_order_the_cache_finds_as_many_as_it_holds() -> None:
-    """A new permutation each epoch, room for half: half of the values are found; least recently used finds an eighth."""
+    """A new permutation each epoch, room for half: half of the values are found; least recently used finds a seventh."""
     count, epochs = 64, 30
     order = np.concatenate([np.random.default_rng(e).permutation(count) for e in range(epochs + 1)])
     found = {}
@@ -159,7 +159,7 @@ def test_knowing_the_order_the_cache_finds_as_many_as_it_holds() -> None:
         cache.close()
         found[known] = 1 - len(loads) / (count * epochs)
     assert found[True] > 0.48
-    assert found[False] < 0.25
+    assert found[False] < 0.2
 
 
 def test_prefetched_value_is_read_once_and_errors_reach_the_caller() -> None:

@@ -161,3 +161,15 @@ def test_available_memory_is_a_containers_where_that_is_less(
 )
 def test_bytes_are_shown_for_people(count: float, text: str) -> None:
     assert memory.shown_bytes(count) == text
+
+
+def test_a_tool_loads_a_run_that_was_trained_with_auto(tmp_path: Path) -> None:
+    made = scene.write_nerfstudio(tmp_path / "data", images=3, points=50)
+    config = copy.deepcopy(mgpu_splat.config.pipeline)
+    config.datamanager.data, config.model.max_gaussians = made.root, "auto"
+    model = copy.deepcopy(config).setup(device="mgpu", test_mode="val").model
+    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    loaded = config.setup(device="mgpu", test_mode="inference").model
+    loaded.load_state_dict(state)
+    assert loaded.num_points == 50
+    assert torch.equal(loaded.table.means.cpu(), state["gauss_params.means"])
