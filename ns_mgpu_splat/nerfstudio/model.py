@@ -264,6 +264,22 @@ class MgpuSplatModel(SplatfactoModel):
         """SH coefficients of degree 0, (N, 3)."""
         return self.features_dc
 
+    @property
+    def shs_rest(self) -> Tensor:
+        """SH coefficients above degree 0, (N, K, 3) float32, on the host: only Nerfstudio's exporter asks for them.
+
+        It wants them transposed in memory, so that they lie like that: the device holds no second copy of its largest column,
+        and the host one.
+        """
+        from ns_mgpu_splat.splats.table import COPY_ROWS
+
+        column = self.table.shN.detach()
+        out = torch.empty((column.shape[0], 3, column.shape[1]))
+        for first in range(0, column.shape[0], COPY_ROWS):
+            piece = column[first : first + COPY_ROWS].cpu().float()
+            out[first : first + COPY_ROWS] = piece.transpose(1, 2)
+        return out.transpose(1, 2)
+
     # ---- training -------------------------------------------------------------------------------------------------
 
     def get_param_groups(self) -> dict[str, list[Parameter]]:

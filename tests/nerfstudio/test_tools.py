@@ -18,6 +18,7 @@ import torch
 from nerfstudio_tools import environment
 from PIL import Image
 from plyfile import PlyData
+from scipy.spatial import cKDTree
 
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.exporter import MESH_TOOLS, make_mesh_tools_optional
@@ -215,3 +216,44 @@ def test_a_stand_in_says_what_is_missing_when_it_is_used(monkeypatch: pytest.Mon
     with pytest.raises(ModuleNotFoundError, match=r"no_such_library.measure was asked for.*No module named"):
         measure.marching_cubes()
     del sys.modules["no_such_library"]
+
+
+def test_mgpu_splat_export_of_a_real_run(
+    trained: Path, trained_state: dict, nerfstudio_folder: scene.Scene, tmp_path: Path
+) -> None:
+    """Its own config.yml, in Nerfstudio's frame bit by bit, and in the world, where the capture's surfaces are."""
+
+    def run(output: Path, *options: str) -> str:
+        command = [
+            sys.executable,
+            "-m",
+            "ns_mgpu_splat.nerfstudio.export_command",
+            "--load-config",
+            str(trained),
+        ]
+        done = subprocess.run(
+            [*command, "--output", str(output), *options],
+            env=environment(MGPU_DEVICES="no device is needed"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    means = column(trained_state, "means")
+    assert f"{len(means):,} splats" in run(tmp_path / "trained.ply")
+    vertex = PlyData.read(str(tmp_path / "trained.ply"))["vertex"].data
+    assert np.array_equal(np.stack([vertex[n] for n in "xyz"], axis=1), means)
+    run(tmp_path / "world.ply", "--frame", "world", "--max-splats", "500")
+    vertex = PlyData.read(str(tmp_path / "world.ply"))["vertex"].data
+    world = np.stack([vertex[n] for n in "xyz"], axis=1)
+    assert len(world) == 500
+    surfaces, _ = scene.surface_points(20_000)
+    extent = np.linalg.norm(surfaces.max(0) - surfaces.min(0))
+
+    def distance(points: np.ndarray) -> float:
+        return float(np.median(cKDTree(surfaces).query(points)[0])) / extent
+
+    assert distance(world) < 0.02
+    assert distance(means) > 0.05, "the two frames differ, or this says nothing"
