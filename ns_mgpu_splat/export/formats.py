@@ -37,10 +37,12 @@ class Plane:
 
     Attributes:
         columns: names of the columns. encode: makes the bytes of a chunk of them.
+        misfits: counts the rows of a chunk that come out visibly different, since the format cannot hold such a value.
     """
 
     columns: Sequence[str]
     encode: Callable[[Chunk], np.ndarray]
+    misfits: Callable[[Chunk], int] = lambda _: 0
 
 
 class Format(Protocol):
@@ -48,9 +50,11 @@ class Format(Protocol):
 
     Attributes:
         suffix: of its files. most_rows: that a file can hold. highest_degree: of harmonics that it can hold.
+        misfit: what rows have that a plane counts as misfits, for a sentence.
     """
 
     suffix: str
+    misfit: str
     most_rows: int
     highest_degree: int
 

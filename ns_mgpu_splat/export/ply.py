@@ -14,6 +14,7 @@ class PlyFormat:
     """See the module's text; the layout is in `splats/ply.py`."""
 
     suffix = ".ply"
+    misfit = ""
     most_rows = 2**63 - 1
     highest_degree = 3
 

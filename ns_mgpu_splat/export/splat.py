@@ -24,6 +24,7 @@ class SplatFormat:
     """See the module's text."""
 
     suffix = ".splat"
+    misfit = ""
     most_rows = 2**63 - 1
     highest_degree = 0
 

@@ -35,6 +35,9 @@ class SpzFormat:
     """See the module's text."""
 
     suffix = ".spz"
+    misfit = (
+        "a size outside of e^-10 to e^5.9 units, which .spz cannot hold: another --frame has another unit"
+    )
     most_rows = 2**32 - 1
     highest_degree = 3
 
@@ -51,7 +54,7 @@ class SpzFormat:
             Plane(("means",), lambda chunk: positions(chunk["means"], steps)),
             Plane(("opacities",), lambda chunk: to_byte(sigmoid(chunk["opacities"]) * 255.0)),
             Plane(("sh0",), lambda chunk: to_byte(chunk["sh0"] * (0.15 * 255.0) + 127.5)),
-            Plane(("scales",), lambda chunk: to_byte((chunk["scales"] + 10.0) * 16.0)),
+            Plane(("scales",), lambda chunk: to_byte((chunk["scales"] + 10.0) * 16.0), out_of_range),
             Plane(("quats",), lambda chunk: rotations(chunk["quats"])),
         ]
         return [*planes, Plane(("shN",), harmonics)] if facts.sh_degree else planes
@@ -103,6 +106,12 @@ def positions(means: np.ndarray, steps: float) -> np.ndarray:
     """(rows, 3, 3) bytes: coordinates in units of 1 / steps, 24 bits with a sign, lowest byte first."""
     fixed = np.clip(np.rint(means.astype(np.float64) * steps), -_LARGEST_FIXED, _LARGEST_FIXED).astype("<i4")
     return np.ascontiguousarray(fixed).view(np.uint8).reshape(-1, 3, 4)[:, :, :3].copy()
+
+
+def out_of_range(chunk: Chunk) -> int:
+    """Rows whose largest size is below the range, or above it. That only a thin side of a splat is below does not show."""
+    largest = chunk["scales"].max(axis=1)
+    return int(((largest < -10.5) | (largest > 6.0)).sum())
 
 
 def rotations(quats: np.ndarray) -> np.ndarray:

@@ -86,6 +86,7 @@ class Exported:
         path: the file, or the index of the tiles. count: splats. size: bytes of all files. files: how many.
         selection: why the other rows stayed behind. survey: where the splats lie, in the frame.
         sh_degree: of the harmonics that were written.
+        misfits: splats that look different in the file because the format cannot hold a value; `misfit` says which.
     """
 
     path: Path
@@ -95,6 +96,8 @@ class Exported:
     selection: Selection
     survey: Survey
     sh_degree: int
+    misfits: int = 0
+    misfit: str = ""
 
 
 def target_of(output: Path, settings: ExportSettings) -> tuple[Format, Path]:
@@ -170,7 +173,17 @@ def export(
             written = sum(path.stat().st_size for path in folder.iterdir())
             written += write_index(folder, grid, form.suffix, work.index_facts(selection))
         path = target / INDEX
-    return Exported(path, selection.count, written, len(files), selection, work.total, work.sh_degree)
+    return Exported(
+        path,
+        selection.count,
+        written,
+        len(files),
+        selection,
+        work.total,
+        work.sh_degree,
+        work.misfits,
+        form.misfit,
+    )
 
 
 class _Work:
@@ -181,6 +194,7 @@ class _Work:
         wanted = rows.sh_degree if settings.sh_degree is None else settings.sh_degree
         self.sh_degree = min(wanted, rows.sh_degree, form.highest_degree)
         self.total = Survey()
+        self.misfits = 0
 
     def select(self) -> Selection:
         """The rows to write, at least one."""
@@ -313,4 +327,7 @@ class _Work:
             yield count
 
     def _encoded(self, plane: Plane, chunk: dict[str, np.ndarray]) -> np.ndarray:
-        return plane.encode(self.settings.frame.apply(chunk, self.sh_degree))
+        moved = self.settings.frame.apply(chunk, self.sh_degree)
+        if len(moved[plane.columns[0]]):
+            self.misfits += plane.misfits(moved)
+        return plane.encode(moved)

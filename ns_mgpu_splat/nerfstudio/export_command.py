@@ -113,6 +113,11 @@ def _export(args: argparse.Namespace) -> str:
             "--tile-size or --max-splats.",
             file=sys.stderr,
         )
+    if done.misfits:
+        print(
+            f"{kName}: {done.misfits:,} splats have {done.misfit}. They were given the nearest one.",
+            file=sys.stderr,
+        )
     return _summary(done, frame.name, frame.offset.tolist())
 
 

@@ -35,6 +35,7 @@ def run_export(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
             assert "Traceback" not in err
             return err
         assert out.count("\n") == 1
+        run.warning = err
         return out
 
     return run

@@ -141,3 +141,16 @@ def test_a_splat_beyond_what_spz_holds_is_named(run_export: Callable[..., str], 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yml", "nerfstudio_models"]
     run_export(config, tmp_path / "splats.spz", "--crop", -9, -9, -9, 9, 9, 9)
     assert len(saved_runs.read_spz(tmp_path / "splats.spz")["means"]) == 19
+
+
+def test_sizes_that_spz_cannot_hold_are_said(run_export: Callable[..., str], tmp_path: Path) -> None:
+    columns = saved_runs.random_columns(40, 0)
+    columns["scales"].clamp_(-9, 5)
+    columns["scales"][4] = -12.0
+    columns["scales"][5, 2] = -12.0  # a thin one
+    columns["scales"][6, 0] = 7.0
+    config = saved_runs.write_run(tmp_path, columns)
+    run_export(config, tmp_path / "splats.spz")
+    assert "2 splats have a size outside of e^-10 to e^5.9 units" in run_export.warning  # type: ignore[attr-defined]
+    run_export(config, tmp_path / "splats.ply")
+    assert run_export.warning == ""  # type: ignore[attr-defined]
