@@ -153,7 +153,7 @@ def test_a_disk_that_is_too_small_ends_before_the_first_step(
     life = lives.begin([*options(town, tmp_path), "fault:free:2000000"])
     assert lives.end() == 1
     assert life.steps() == []
-    assert "needs 2.7 MiB, but 1.9 MiB are free there" in said(life)
+    assert "needs 2.9 MB, but 2.0 MB are free there" in said(life)
     assert "Traceback" not in said(life)
 
 
