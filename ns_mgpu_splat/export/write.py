@@ -149,10 +149,6 @@ def export(
     work = _Work(rows, form, settings, progress)
     selection = work.select()
     grid = work.survey(selection)
-    if selection.count > form.most_rows:
-        raise ExportError(
-            f"{selection.count:,} splats are more than a {form.suffix} file can hold. Give a --tile-size, or --max-splats."
-        )
     files: list[tuple[Cell | None, Survey]]
     if grid is None:
         files = [(None, work.total)]
@@ -160,6 +156,12 @@ def export(
     else:
         files = [(cell, survey) for cell, survey in grid.surveys.items()]
         size = sum(form.most_bytes(work.facts(survey)) for survey in grid.surveys.values())
+    largest = max(survey.count for _, survey in files)
+    if largest > form.most_rows:
+        tiles = "a --tile-size" if grid is None else "a smaller --tile-size"
+        raise ExportError(
+            f"{largest:,} splats are more than one {form.suffix} file can hold. Give --max-splats, or {tiles}."
+        )
     check_room(target, size)
     if grid is None:
         with whole_file(target, overwrite=settings.overwrite) as file:

@@ -113,3 +113,15 @@ def test_a_size_that_makes_too_many_tiles_is_refused(
     config = saved_runs.write_run(tmp_path, saved_runs.random_columns(60, 0))
     assert what in run_export(config, tmp_path / "town.ply", "--tile-size", size, fails=True)
     assert not (tmp_path / "town").exists()
+
+
+def test_a_file_with_too_many_rows_for_its_format_is_refused_and_tiles_of_them_are_not(
+    run_export: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write.SpzFormat, "most_rows", 399)
+    config = saved_runs.write_run(tmp_path, saved_runs.random_columns(400, 0))
+    line = run_export(config, tmp_path / "town.spz", fails=True)
+    assert "400 splats are more than one .spz file can hold. Give --max-splats, or a --tile-size." in line
+    line = run_export(config, tmp_path / "town.spz", "--tile-size", 1e4, "--crop", 0, -9, -9, 9, 9, 9)
+    assert "4 tiles" in line
+    run_export(config, tmp_path / "town.spz", "--max-splats", 399)
