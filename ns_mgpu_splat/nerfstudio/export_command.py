@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
                    help="turn the frame so that z, which is up in Nerfstudio, becomes y: (x, y, z) is written as (x, z, -y). "
                    "Viewers of .spz and game engines expect that")  # fmt: skip
     p.add_argument("--sh-degree", metavar="D", type=int, choices=range(4), default=None,
-                   help="keep view-dependent colour up to this degree, 0 to 3: a .ply has 248 bytes a splat with 3, 152 with "
-                   "2, 92 with 1, 56 with 0 (default: all that the run has)")  # fmt: skip
+                   help="keep view-dependent colour up to this degree, 0 to 3: a .ply has 248 bytes a splat with 3, 164 with "
+                   "2, 104 with 1, 68 with 0 (default: all that the run has)")  # fmt: skip
     p.add_argument("--crop", metavar=("x0", "y0", "z0", "x1", "y1", "z1"), nargs=6, type=float, default=None,
                    help="keep the splats whose centres lie in this box, which is in the frame that is written; inf and -inf "
                    "leave a side open")  # fmt: skip

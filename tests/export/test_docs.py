@@ -13,6 +13,7 @@ import pytest
 import saved_runs
 
 from ns_mgpu_splat.export import FORMATS
+from ns_mgpu_splat.export.formats import FileFacts
 from ns_mgpu_splat.nerfstudio import export_command
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "export.md").read_text()
@@ -72,3 +73,17 @@ def test_the_page_knows_every_format_and_option() -> None:
     assert not {
         word for word in [*FORMATS, *(options - {"--help"})] if f"`{word}" not in PAGE and word not in PAGE
     }
+
+
+def test_sizes_on_the_page_and_in_the_help_are_those_of_the_formats() -> None:
+    def per_row(suffix: str, degree: int) -> int:
+        facts = [FileFacts(count, degree, 1.0) for count in (10_000, 20_000)]
+        small, large = (FORMATS[suffix].most_bytes(fact) for fact in facts)
+        return round((large - small) / 10_000)
+
+    ply = [per_row(".ply", degree) for degree in (3, 2, 1, 0)]
+    assert f"| {', '.join(map(str, ply))} (SH degree 3, 2, 1, 0) |" in PAGE
+    text = " ".join(action.help or "" for action in export_command.parser()._actions)
+    assert [f"{size} " in text for size in ply] == [True] * 4
+    assert f"{per_row('.spz', 3)} to {per_row('.spz', 0)} before gzip" in PAGE
+    assert f"| `.splat` | {per_row('.splat', 0)} |" in PAGE
