@@ -592,7 +592,8 @@ class MgpuSplatTrainer(Trainer):
             for each in before:  # the kernel's own answer: at once, whatever this process is doing
                 signal.signal(each, signal.SIG_DFL)
             # not through a file object: the signal may have come in the middle of its write
-            os.write(1, b"\nStopping after this step, with a checkpoint. Once more stops at once, without.\n")
+            said = "\nStopping after this step, with a checkpoint. Once more stops at once, without.\n"
+            os.write(1, said.encode())
 
         for number in before:
             signal.signal(number, stop)

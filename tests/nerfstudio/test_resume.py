@@ -100,6 +100,21 @@ def test_when_it_is_saved_makes_no_difference_without_noise(
             assert float((found[name] - column).abs().median()) <= 1e-6, name
 
 
+def test_a_run_changes_to_a_half_table_and_back(lives: Lives, town: scene.Scene, tmp_path: Path) -> None:
+    """Half to whole keeps every bit; whole to half rounds to the nearest float16, relative error 2^-11 at most."""
+    name = "_model.gauss_params.features_rest"
+    whole = train(lives, town, tmp_path, "whole", "--max-num-iterations", 15)
+    half = [f"{MODEL}half", True, "--load-dir", whole, "--max-num-iterations", 15]
+    narrow = train(lives, town, tmp_path, "half", *half)  # nothing to train: what was loaded is saved
+    before, after = (last(models)["pipeline"][name] for models in (whole, narrow))
+    assert after.dtype == torch.float16
+    assert torch.allclose(after.float(), before, rtol=2**-11, atol=2**-24)
+    wide = train(lives, town, tmp_path, "wide", "--load-dir", narrow, "--max-num-iterations", 15)
+    assert torch.equal(last(wide)["pipeline"][name], after.float())
+    further = train(lives, town, tmp_path, "on", *half[:2], "--load-dir", narrow, "--max-num-iterations", 22)
+    assert last(further)["step"] == 21
+
+
 def test_the_config_of_a_run_goes_together_with_a_checkpoint(
     lives: Lives, town: scene.Scene, tmp_path: Path
 ) -> None:
