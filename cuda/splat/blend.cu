@@ -27,12 +27,16 @@ constexpr int kLanes = 16;              // of a patch
 constexpr int kLanePixels = 2;          // a column of them
 constexpr int kSides = kWarp / kLanes;  // patches of a warp, and buckets on the way back
 constexpr int kBlendThreads = kTilePixels / kLanePixels;
+constexpr int kBlendBlocks = 8;        // on a processor
+constexpr int kHalves = 2;             // of a heavy tile: with one pixel a lane it takes as many blocks
 constexpr int kBatch = kBlendThreads;  // records in shared memory at a time
 constexpr int kTogether = 4;           // records between looks at what has ended or is full
 constexpr int kAtOnce = 2;             // records whose alphas are taken before the first of them is blended
 constexpr int kFewViews = 8;           // views whose images are named in a kernel's arguments
-constexpr int kHeavyTile = 256;        // records; tiles with more than this and twice the mean start first,
-constexpr int kHeaviest = 4;           // those with so many times more before the others
+// Tiles with more records than this, and than so many times the mean, are heavy: they start first, those with
+// so many times more before the others, and in halves. Fewer tiles than fill the GPU twice need it earlier.
+constexpr int kHeavyTile = 256;
+constexpr int kHeavyOfMany = 4, kHeavyOfFew = 2, kHeaviest = 4;
 static_assert(kBlendThreads / kLanes == math::kTilePatches && kSides == math::kPatchesAcross &&
               kBucket == kWarp);
 static_assert(math::kPatchX * math::kPatchY == kLanes * kLanePixels && kLanes % math::kPatchX == 0);
@@ -212,70 +216,78 @@ __device__ __forceinline__ void append_if_any(bool wanted, unsigned side, uint32
       : "r"(value), "r"(static_cast<uint32_t>(wanted)), "r"(side));
 }
 
-template <bool kDepth, bool kBackward>
-__global__ void __launch_bounds__(kBlendThreads)
-    blend_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BlendInput in,
-                 const __grid_constant__ BucketTarget out) {
+// What a block keeps in shared memory.
+template <bool kKeepsDepth>
+struct BlendShared {
   // two batches: one is read while the other one comes
-  __shared__ StagedRecord s_record[2][kBatch];
-  __shared__ float2 s_half_extent[2][kBatch];
-  __shared__ uint8_t s_met[2][kBatch];  // patches, a bit each
-  __shared__ StagedRecord s_nobody;     // lights nothing
-  // of each patch: addresses in s_record, below 64 KB as all of this, of what it meets in the batch
-  __shared__ alignas(8) uint16_t s_list[math::kTilePatches][kBatch + kTogether];
+  StagedRecord record[2][kBatch];
+  float2 half_extent[2][kBatch];
+  uint8_t met[2][kBatch];  // patches, a bit each
+  StagedRecord nobody;     // lights nothing
+  // of each patch: addresses in `record`, below 64 KB as all of this, of what it meets in the batch
+  alignas(8) uint16_t list[math::kTilePatches][kBatch + kTogether];
   // the bucket that a patch is filling: records, and addresses of those that are of this batch
-  __shared__ uint32_t s_lit[math::kTilePatches][kBucket];
-  __shared__ float4 s_start[kLanePixels][kBlendThreads];  // T (-1: ended), red, green, blue before the bucket
-  __shared__ float s_start_depth[kLanePixels][kDepth ? kBlendThreads : 1];
-  __shared__ int32_t s_first_slot, s_slots;
+  uint32_t lit[math::kTilePatches][kBucket];
+  float4 start[kLanePixels][kBlendThreads];  // T (-1: ended), red, green, blue before the bucket
+  float start_depth[kLanePixels][kKeepsDepth ? kBlendThreads : 1];
+  int32_t first_slot, slots;
+};
 
-  int64_t tile = int64_t{blockIdx.x} - in.heavy_room, begin, count;
-  if (tile < 0) {
-    if (blockIdx.x >= in.heavy_count[0] && blockIdx.x < in.heavy_room - in.heavy_count[1]) return;
-    tile = in.heavy[blockIdx.x];
-    begin = in.tile_begin[tile];
-    count = in.tile_begin[tile + 1] - begin;
-  } else {
-    begin = in.tile_begin[tile];
-    count = in.tile_begin[tile + 1] - begin;
-    if (count > in.heavy_length) return;
-  }
+// The number of a lane's pixel in its patch, in buckets' order: that of two pixels a lane.
+template <int kPixels>
+__device__ __forceinline__ int pixel_number(int patch_lane, int p) {
+  if (kPixels == kLanePixels) return p * kLanes + patch_lane;
+  const int row = patch_lane / math::kPatchX;
+  return row % kLanePixels * kLanes + row / kLanePixels * math::kPatchX + patch_lane % math::kPatchX;
+}
+
+// By a block: `kPixels` of two parts of a tile, its records [begin, begin + count) of the lists. With one
+// pixel a lane a patch has a warp to itself.
+template <bool kDepth, bool kBackward, int kPixels>
+__device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInput& in,
+                                           const BucketTarget& out, BlendShared<kDepth && kBackward>& shared,
+                                           int64_t tile, int part, int64_t begin, int64_t count) {
+  constexpr int kLanes = math::kPatchX * math::kPatchY / kPixels, kSides = kWarp / kLanes;
+  constexpr int kPatches = kBlendThreads / kLanes;  // of the block
+  constexpr int kAtOnce = kPixels == 1 ? 4 : 2;     // records whose alphas are taken before one is blended
+  static_assert(kTogether % kAtOnce == 0);
   const TilePlace place = place_of(views, in.first_tile + tile);
   const ViewImages view = views[place.view];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, patch_lane = threadIdx.x % kLanes;
-  const int patch = threadIdx.x / kLanes;
+  const int own = threadIdx.x / kLanes, patch = part * kPatches + own;  // in the block, in the tile
   const int patch_x = place.x + patch % math::kPatchesAcross * math::kPatchX;
   const int patch_y = place.y + patch / math::kPatchesAcross * math::kPatchY;
-  const int column = patch_x + lane_column(), row = patch_y + lane_row();
-  const unsigned side = side_mask();
+  const int column = patch_x + patch_lane % math::kPatchX,
+            row = patch_y + patch_lane / math::kPatchX * kPixels;
+  const unsigned side = kSides == 1 ? kAllLanes : side_mask();
   const float x = static_cast<float>(column) + 0.5f;
 
-  bool inside[kLanePixels];
-  math::PatchPixel pixel[kLanePixels];
-  float red[kLanePixels] = {}, green[kLanePixels] = {}, blue[kLanePixels] = {}, depth[kLanePixels] = {};
-  for (int p = 0; p < kLanePixels; ++p) {
+  bool inside[kPixels];
+  math::PatchPixel pixel[kPixels];
+  float red[kPixels] = {}, green[kPixels] = {}, blue[kPixels] = {}, depth[kPixels] = {};
+  for (int p = 0; p < kPixels; ++p) {
     inside[p] = column < view.width && row + p < view.height;
     pixel[p] = {1.f, inside[p] ? math::kAlphaMin : math::kNever};
   }
   const auto alive = [&] {
-    static_assert(kLanePixels == 2);
-    return math::smaller(pixel[0].least, pixel[1].least) < math::kNever;
+    static_assert(kPixels <= 2);
+    return math::smaller(pixel[0].least, pixel[kPixels - 1].least) < math::kNever;
   };
 
   // the bucket: where its list ends, how many of it are known by number, where it will go
-  const uint32_t lit_begin = shared_address(s_lit[patch]);
+  const uint32_t lit_begin = shared_address(shared.lit[own]);
   uint32_t lit_end = lit_begin;
   int numbered = 0;
   int32_t slot = patch_lane == 0 ? -1 : 0;  // the first lane knows
   const auto open_bucket = [&] {
-    for (int p = 0; p < kLanePixels; ++p) {
+    for (int p = 0; p < kPixels; ++p) {
       const float before = pixel[p].least < math::kNever ? pixel[p].transmittance : -1.f;
-      s_start[p][threadIdx.x] = make_float4(before, red[p], green[p], blue[p]);
-      if constexpr (kDepth) s_start_depth[p][threadIdx.x] = depth[p];
+      shared.start[p][threadIdx.x] = make_float4(before, red[p], green[p], blue[p]);
+      if constexpr (kDepth) shared.start_depth[p][threadIdx.x] = depth[p];
     }
   };
   const auto record_at = [&](int i) {
-    const uint32_t lit = s_lit[patch][i];
+    const uint32_t lit = shared.lit[own][i];
     return i < numbered ? lit : __float_as_uint(load_shared(lit + offsetof(StagedRecord, further) + 8));
   };
   const auto close_bucket = [&](bool mine) {  // all of the warp comes here
@@ -284,12 +296,12 @@ __global__ void __launch_bounds__(kBlendThreads)
     __syncwarp();
     if (mine) {
       if (to >= out.room) __trap();  // cannot be: there is room for all that can be met
-      for (int p = 0; p < kLanePixels; ++p) {
+      for (int p = 0; p < kPixels; ++p) {
         const int i = p * kLanes + patch_lane;
-        const int64_t at = int64_t{to} * kBucket + i;
-        if (i < lit) out.record[at] = static_cast<int32_t>(record_at(i));
-        out.state[at] = s_start[p][threadIdx.x];
-        if constexpr (kDepth) out.depth[at] = s_start_depth[p][threadIdx.x];
+        const int64_t first = int64_t{to} * kBucket, at = first + pixel_number<kPixels>(patch_lane, p);
+        if (i < lit) out.record[first + i] = static_cast<int32_t>(record_at(i));
+        out.state[at] = shared.start[p][threadIdx.x];
+        if constexpr (kDepth) out.depth[at] = shared.start_depth[p][threadIdx.x];
       }
       if (patch_lane == 0) {
         const int4 head = make_int4(static_cast<int32_t>(tile) * math::kTilePatches + patch,
@@ -311,15 +323,15 @@ __global__ void __launch_bounds__(kBlendThreads)
   };
   const auto ask = [&](int32_t id, int buffer) {
     if (id < 0) return;
-    const uint32_t to = shared_address(&s_record[buffer][threadIdx.x]);
+    const uint32_t to = shared_address(&shared.record[buffer][threadIdx.x]);
     const char* from = reinterpret_cast<const char*>(in.record + id);
     for (int i = 0; i < 3; ++i) copy_16(to + 16 * i, from + 16 * i);
-    copy_8(shared_address(&s_half_extent[buffer][threadIdx.x]), in.half_extent + id);
+    copy_8(shared_address(&shared.half_extent[buffer][threadIdx.x]), in.half_extent + id);
   };
   if (threadIdx.x == 0) {
-    s_nobody = StagedRecord{};
-    s_slots = 0;
-    if (kBackward && count > 0) s_first_slot = atomicAdd(out.count, math::kTilePatches);
+    shared.nobody = StagedRecord{};
+    shared.slots = 0;
+    if (kBackward && count > 0) shared.first_slot = atomicAdd(out.count, kPatches);
   }
   int32_t id = entry_of(0), next_id = entry_of(kBatch);
   ask(id, 0);
@@ -328,8 +340,8 @@ __global__ void __launch_bounds__(kBlendThreads)
     copies_done();
     uint32_t met = 0;
     if (id >= 0) {  // this thread's own record
-      StagedRecord& mine = s_record[buffer][threadIdx.x];
-      const float2 half = s_half_extent[buffer][threadIdx.x];
+      StagedRecord& mine = shared.record[buffer][threadIdx.x];
+      const float2 half = shared.half_extent[buffer][threadIdx.x];
       const float mean2d[2] = {mine.shape.x, mine.shape.y}, half_extent[2] = {half.x, half.y};
       const float conic[3] = {mine.shape.z, mine.shape.w, mine.rest.x};
       met = math::patches_met(mean2d, conic, half_extent, static_cast<float>(place.x),
@@ -340,11 +352,11 @@ __global__ void __launch_bounds__(kBlendThreads)
       mine.rest.x = falloff.c;
       mine.further.z = __int_as_float(id);
     }
-    s_met[buffer][threadIdx.x] = static_cast<uint8_t>(met);
+    shared.met[buffer][threadIdx.x] = static_cast<uint8_t>(met);
     if constexpr (kBackward) {  // the batch before goes
       const int lit = static_cast<int>(lit_end - lit_begin) / 4;
       __syncwarp();
-      for (int i = patch_lane; i < lit; i += kLanes) s_lit[patch][i] = record_at(i);
+      for (int i = patch_lane; i < lit; i += kLanes) shared.lit[own][i] = record_at(i);
       numbered = lit;
     }
     if (!__syncthreads_or(alive())) break;  // and nobody reads the batch before
@@ -355,22 +367,22 @@ __global__ void __launch_bounds__(kBlendThreads)
 
     int length[kSides] = {};
     for (int first = 0; first < kBatch && batch + first < count; first += kWarp) {
-      const uint32_t bits = s_met[buffer][first + lane] >> (warp * kSides);
-      const uint32_t address = shared_address(&s_record[buffer][first + lane]);
+      const uint32_t bits = shared.met[buffer][first + lane] >> (part * kPatches + warp * kSides);
+      const uint32_t address = shared_address(&shared.record[buffer][first + lane]);
 #pragma unroll
       for (int i = 0; i < kSides; ++i) {
         const unsigned lanes = __ballot_sync(kAllLanes, bits >> i & 1);
         if (bits >> i & 1)
-          s_list[warp * kSides + i][length[i] + __popc(lanes & ((1u << lane) - 1u))] =
+          shared.list[warp * kSides + i][length[i] + __popc(lanes & ((1u << lane) - 1u))] =
               static_cast<uint16_t>(address);
         length[i] += __popc(lanes);
       }
     }
-    const int longest = length[0] > length[1] ? length[0] : length[1];
-    uint16_t* list = s_list[patch];
-    for (int i = (lane < kLanes ? length[0] : length[1]) + patch_lane; i < longest + kTogether - 1;
+    const int longest = max(length[0], length[kSides - 1]);
+    uint16_t* list = shared.list[own];
+    for (int i = (lane < kLanes ? length[0] : length[kSides - 1]) + patch_lane; i < longest + kTogether - 1;
          i += kLanes)
-      list[i] = static_cast<uint16_t>(shared_address(&s_nobody));
+      list[i] = static_cast<uint16_t>(shared_address(&shared.nobody));
     __syncwarp();
 
     for (int at = 0; at < longest; at += kTogether) {
@@ -381,17 +393,17 @@ __global__ void __launch_bounds__(kBlendThreads)
 #pragma unroll
       for (int i0 = 0; i0 < kTogether; i0 += kAtOnce) {
         LaneRecord record[kAtOnce];
-        float alpha[kAtOnce][kLanePixels];
+        float alpha[kAtOnce][kPixels];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           record[i] = load_record<kDepth>(address[i0 + i], x);
-          for (int p = 0; p < kLanePixels; ++p)
+          for (int p = 0; p < kPixels; ++p)
             alpha[i][p] = math::alpha_at(record[i].column, static_cast<float>(row + p) + 0.5f);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           bool contributes = false;
-          for (int p = 0; p < kLanePixels; ++p) {
+          for (int p = 0; p < kPixels; ++p) {
             const math::PatchStep step = math::patch_step(alpha[i][p], pixel[p]);
             red[p] = math::mul_add(step.weight, record[i].red, red[p]);
             green[p] = math::mul_add(step.weight, record[i].green, green[p]);
@@ -404,8 +416,8 @@ __global__ void __launch_bounds__(kBlendThreads)
       }
       if constexpr (kBackward) {
         if (slot < 0 && lit_end != lit_begin) {  // asked for early: it is used when the bucket is full
-          const int32_t own = atomicAdd(&s_slots, 1);
-          slot = own < math::kTilePatches ? s_first_slot + own : atomicAdd(out.count, 1);
+          const int32_t taken = atomicAdd(&shared.slots, 1);
+          slot = taken < kPatches ? shared.first_slot + taken : atomicAdd(out.count, 1);
         }
         const bool full = lit_end > lit_begin + 4 * (kBucket - kTogether);
         if (__any_sync(kAllLanes, full)) close_bucket(full);
@@ -417,12 +429,12 @@ __global__ void __launch_bounds__(kBlendThreads)
     close_bucket(lit_end != lit_begin);
     if (count > 0) {
       __syncthreads();
-      if (threadIdx.x < math::kTilePatches && threadIdx.x >= s_slots)  // not needed
-        out.bucket[s_first_slot + threadIdx.x] = PatchBucket{};
+      if (threadIdx.x < kPatches && threadIdx.x >= shared.slots)  // not needed
+        out.bucket[shared.first_slot + threadIdx.x] = PatchBucket{};
     }
   }
   copies_done();
-  for (int p = 0; p < kLanePixels; ++p) {
+  for (int p = 0; p < kPixels; ++p) {
     if (!inside[p]) continue;
     const int64_t to = int64_t{row + p} * view.width + column;
     float* rgb = view.image.rgb + 3 * to;
@@ -436,6 +448,26 @@ __global__ void __launch_bounds__(kBlendThreads)
   }
 }
 
+// First the heavy tiles, by a block each half; then the others.
+template <bool kDepth, bool kBackward>
+__global__ void __launch_bounds__(kBlendThreads, kBlendBlocks)
+    blend_kernel(const __grid_constant__ ViewList views, const __grid_constant__ BlendInput in,
+                 const __grid_constant__ BucketTarget out) {
+  __shared__ BlendShared<kDepth && kBackward> shared;
+  const int64_t other = int64_t{blockIdx.x} - kHalves * in.heavy_room;
+  if (other < 0) {
+    const int64_t place = blockIdx.x / kHalves;
+    if (place >= in.heavy_count[0] && place < in.heavy_room - in.heavy_count[1]) return;
+    const int64_t tile = in.heavy[place], begin = in.tile_begin[tile];
+    blend_tile<kDepth, kBackward, 1>(views, in, out, shared, tile, static_cast<int>(blockIdx.x) % kHalves,
+                                     begin, in.tile_begin[tile + 1] - begin);
+  } else {
+    const int64_t begin = in.tile_begin[other], count = in.tile_begin[other + 1] - begin;
+    if (count > in.heavy_length) return;
+    blend_tile<kDepth, kBackward, kLanePixels>(views, in, out, shared, other, 0, begin, count);
+  }
+}
+
 void blend_owner(const Frame& frame, int self, TileOwner& owner) {
   const int64_t tiles = owner.tiles.size();
   const bool backward = frame.settings.wanted_backward, depth = frame.settings.wanted_depth;
@@ -443,7 +475,13 @@ void blend_owner(const Frame& frame, int self, TileOwner& owner) {
   const int64_t patch_pairs = owner.patch_pairs > 0 ? owner.patch_pairs : math::kTilePatches * owner.pairs;
   const int64_t room =
       backward && owner.pairs > 0 ? patch_pairs / (kBucket - kTogether + 1) + math::kTilePatches * tiles : 0;
-  const int64_t heavy_length = std::max<int64_t>(kHeavyTile, 2 * owner.pairs / std::max<int64_t>(tiles, 1));
+  const auto kernel = depth      ? backward ? blend_kernel<true, true> : blend_kernel<true, false>
+                      : backward ? blend_kernel<false, true>
+                                 : blend_kernel<false, false>;
+  const int64_t resident = prepare_kernel(reinterpret_cast<const void*>(kernel), kBlendThreads, 0, self);
+  const int64_t times = tiles < 2 * resident ? kHeavyOfFew : kHeavyOfMany;
+  const int64_t heavy_length =
+      std::max<int64_t>(kHeavyTile, times * owner.pairs / std::max<int64_t>(tiles, 1));
   const int64_t heavy_room = owner.pairs / heavy_length;
   Buffer<int32_t> heavy(heavy_room, self);
   owner.bucket = Buffer<PatchBucket>(room, self);
@@ -477,13 +515,7 @@ void blend_owner(const Frame& frame, int self, TileOwner& owner) {
   const BucketTarget out{owner.bucket.data(),        owner.bucket_count.data(),
                          owner.bucket_record.data(), reinterpret_cast<float4*>(owner.bucket_state.data()),
                          owner.bucket_depth.data(),  static_cast<int32_t>(room)};
-  const auto launch = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>(tiles + heavy_room), kBlendThreads, 0, stream>>>(views, in, out);
-  };
-  if (depth)
-    backward ? launch(blend_kernel<true, true>) : launch(blend_kernel<true, false>);
-  else
-    backward ? launch(blend_kernel<false, true>) : launch(blend_kernel<false, false>);
+  kernel<<<static_cast<unsigned>(tiles + kHalves * heavy_room), kBlendThreads, 0, stream>>>(views, in, out);
   KERNEL_CHECK("blend", self, tiles);
 }
 
