@@ -357,7 +357,7 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
 void bin_owner(const Frame& frame, int self, TileOwner& owner) {
   const BinInput in{received_records(frame, self),
                     received_views(frame, self),
-                    frame.constants[static_cast<size_t>(self)].views.data(),
+                    frame.constants[static_cast<size_t>(self)].views,
                     static_cast<int>(frame.views.size()),
                     owner.received(),
                     owner.tiles};

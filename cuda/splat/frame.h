@@ -147,9 +147,9 @@ struct TileOwner {
 
 // CUDA flavour: what a shard's kernels read of the frame besides the table.
 struct ShardConstants {
-  Buffer<View> views;     // shard; [views]
-  Buffer<float> steps;    // shard; the arrays behind `history`
-  AdamHistory history{};  // points into `steps`
+  Buffer<float> memory;         // shard; what the others point into
+  const View* views = nullptr;  // [views]
+  AdamHistory history{};
 };
 
 struct StageTime {

@@ -62,7 +62,9 @@ class History {
   std::vector<float> noise_var_;
 };
 
-// CUDA flavour: the arrays of a history in `tables` on a shard; the result points into them.
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& tables, int shard);
+// CUDA flavour: what `packed` holds and behind it the arrays of a history, in `tables` on a shard, by one
+// copy; the result points into them. `packed` is left with all of it.
+AdamHistory upload_history(const AdamHistory& history, std::vector<float>& packed, Buffer<float>& tables,
+                           int shard);
 
 }  // namespace mgpu::splat

@@ -9,11 +9,12 @@
 
 namespace mgpu::splat {
 
-AdamHistory upload_history(const AdamHistory& history, Buffer<float>& tables, int shard) {
+AdamHistory upload_history(const AdamHistory& history, std::vector<float>& packed, Buffer<float>& tables,
+                           int shard) {
   AdamHistory out = history;
   const int64_t length = history.now - history.base;
-  std::vector<float> packed;
-  packed.reserve(static_cast<size_t>((length + 1) * (5 * kColumns + 5)));
+  packed.resize((packed.size() + 3) / 4 * 4);
+  packed.reserve(packed.size() + static_cast<size_t>((length + 1) * (5 * kColumns + 5)));
   std::vector<std::pair<const float**, size_t>> places;  // where each array starts
   const auto pack = [&](const float*& array, int64_t floats) {
     places.emplace_back(&array, packed.size());

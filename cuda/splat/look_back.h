@@ -29,24 +29,33 @@ __device__ __forceinline__ int64_t warp_sum(int64_t value) {
   return value;
 }
 
-// By one whole warp of block `index`: the sum of the counts of the blocks before it.
+// By one whole warp of block `index`: the sum of the counts of the blocks before it. A lane asks for kAtOnce
+// words at a time.
+template <int kAtOnce = 1>
 __device__ __forceinline__ int64_t sum_of_blocks_before(SumState* state, int64_t index, int64_t count) {
   const int lane = threadIdx.x % kWarp;
   if (lane == 0)
     store_state(state + index, (index == 0 ? kRunningSum : kOwnSum) | static_cast<SumState>(count));
   if (index == 0) return 0;
   int64_t before = 0;
-  for (int64_t nearest = index - 1;; nearest -= kWarp) {
-    const int64_t at = nearest - lane;
-    SumState word = kRunningSum;
-    if (at >= 0) {
-      do word = load_state(state + at);
-      while (word == 0);
+  for (int64_t nearest = index - 1;; nearest -= kAtOnce * kWarp) {
+    SumState word[kAtOnce];  // of the blocks nearest - lane, nearest - 32 - lane, ...
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t at = nearest - k * kWarp - lane;
+      word[k] = at >= 0 ? load_state(state + at) : kRunningSum;
     }
-    const unsigned complete = __ballot_sync(kAllLanes, word >= kRunningSum);
-    const int last = complete ? __ffs(complete) - 1 : kWarp - 1;
-    before += warp_sum(lane <= last ? static_cast<int64_t>(word & kCountMask) : 0);
-    if (complete) break;
+    bool done = false;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (done) break;
+      while (word[k] == 0) word[k] = load_state(state + (nearest - k * kWarp - lane));
+      const unsigned complete = __ballot_sync(kAllLanes, word[k] >= kRunningSum);
+      const int last = complete ? __ffs(complete) - 1 : kWarp - 1;
+      before += warp_sum(lane <= last ? static_cast<int64_t>(word[k] & kCountMask) : 0);
+      done = complete != 0;
+    }
+    if (done) break;
   }
   if (lane == 0) store_state(state + index, kRunningSum | static_cast<SumState>(before + count));
   return before;

@@ -58,7 +58,7 @@ PairCounts count_pairs(const Frame& frame) {
     Buffer<int64_t> counts(2, shard.index);
     zero(counts);
     count_pairs_kernel<<<static_cast<unsigned>(owner.tiles.size()), kThreads, 0, shard_stream(shard.index)>>>(
-        frame.constants[static_cast<size_t>(shard.index)].views.data(), static_cast<int>(frame.views.size()),
+        frame.constants[static_cast<size_t>(shard.index)].views, static_cast<int>(frame.views.size()),
         owner.tiles.begin, received_records(frame, shard.index), owner.entry_record.data(),
         owner.tile_begin.data(), reinterpret_cast<unsigned long long*>(counts.data()));
     KERNEL_CHECK("pair_counts", shard.index, owner.pairs);

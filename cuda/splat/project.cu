@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // project.cu: rows to records. Formulas: math/gaussian.h, math/sh.h, math/cull.h.
 //
-// Two kernels, because most rows of a large table are out of sight. The first reads means and scales of all
-// rows and lists, in order, those that the view may see; rows that missed steps are tested with a margin for
-// where replay may take them, so their moments stay unread. The second makes the records of the listed rows.
-// Both order their output by a running sum over blocks (look_back.h). On a mesh of one shard the second also
-// measures the records for stage "bin", while the SH coefficients are on their way. Floor: 28 N + 264 V bytes
-// read (and the moments of what missed steps), 88 V written. Buffers are sized from the frame before; a frame
-// that needs more is done again.
+// Three kernels, because most rows of a large table are out of sight, and because only what is short may wait
+// for its turn. The first reads means and scales of all rows and lists, in order, those that the view may
+// see; rows that missed steps are tested with a margin for where replay may take them, so their moments stay
+// unread. The second makes the records of the listed rows, but for their colour. Both order their output by a
+// running sum over blocks (look_back.h). In the third each warp goes by itself: it brings the SH
+// coefficients, meanwhile measures the records for stage "bin" (on a mesh of one shard) or finds their
+// owners, and fills in the colours. Floor: 28 N + 264 V bytes read (and the moments of what missed steps), 88
+// V written; the third kernel reads 56 V again. Buffers are sized from the frame before; a frame that needs
+// more is done again, and so is one with a colour that is not finite: then the second kernel looks at
+// colours, too.
 #include "splat/project.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "math/cull.h"
@@ -32,7 +37,10 @@ namespace {
 
 constexpr int kCullRows = 4;  // a thread's, so that enough loads are on their way
 constexpr int kChunk = kThreads * kCullRows;
-constexpr int kBlocks = 3;  // of the second kernel, on a processor: 80 registers
+constexpr int kRecordBlocks = 4;  // on a processor
+constexpr int kFinishThreads = 128, kFinishWarps = kFinishThreads / kWarp;
+constexpr int kFinishBlocks = 6;     // on a processor: 80 registers
+constexpr int kSharedParcels = 256;  // pairs of owner and view that a block counts for itself
 
 // ---- first: which rows may be seen
 
@@ -190,21 +198,17 @@ struct RecordTarget {
   SumState* records;            // [views]
   SumState *pairs, *patches;    // [owners]
   SumState* largest_depth_key;  // [1]
+  SumState* colourless;         // [1]: rows whose colour is not finite
   SumState* state;              // [blocks of candidates], zero before
-  SumState* ticket;
 };
-
-template <int kDegree>
-constexpr int kStagedPieces =
-    ShRows<kDegree>::kWarpPieces > 3 * kWarp ? ShRows<kDegree>::kWarpPieces : 3 * kWarp;
 
 // A block's share of the candidates: of one view, so that the records come out by (view, row).
 struct CandidateBlock {
   int view;  // num_views: behind the last
   int64_t first, count;
 
-  __device__ CandidateBlock(const Candidates& in, int num_views, int64_t ticket)
-      : view(0), first(ticket * kThreads), count(0) {
+  __device__ CandidateBlock(const Candidates& in, int num_views)
+      : view(0), first(int64_t{blockIdx.x} * kThreads), count(0) {
     for (; view < num_views; ++view) {
       const int64_t found = static_cast<int64_t>(in.count[view]);
       count = found < in.room ? found : in.room;
@@ -213,172 +217,206 @@ struct CandidateBlock {
     }
   }
   // Of this thread, counted from the shard's first; -1: none.
-  __device__ int32_t row(const Candidates& in, int num_views) const {
+  __device__ int32_t row(const Candidates& in) const {
     const int64_t at = first + threadIdx.x;
-    return view < num_views && at < count ? in.row[view * in.room + at] : -1;
+    return at < count ? in.row[view * in.room + at] : -1;
   }
 };
 
-template <int kDegree, bool kReplays>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+// Whether a row's colour is finite.
+__device__ __noinline__ bool has_colour(const RowSource& in, const View& view, int64_t row,
+                                        const float mean[3]) {
+  float sh[3 * math::kMaxShCount], direction[3], rgb[3];
+  const int degree = in.settings.sh_degree;
+  replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, (degree + 1) * (degree + 1), sh);
+  for (int i = 0; i < 3; ++i) direction[i] = mean[i] - view.centre[i];
+  return math::eval_sh(degree, direction, sh, rgb);
+}
+
+// A block 256 candidates: their records but for the colour, in whose place stands the direction. Colours are
+// looked at only after finish_kernel met one that is not finite.
+template <bool kReplays, bool kChecksColour>
+__global__ void __launch_bounds__(kThreads, kRecordBlocks)
     record_kernel(const __grid_constant__ RowSource in, const __grid_constant__ Candidates candidates,
                   const __grid_constant__ RecordTarget out) {
-  extern __shared__ float4 s_staged[];       // of each warp: SH rows, then its records in their order
-  __shared__ float4 s_record[3 * kThreads];  // of each thread, so that registers are free for the walk
-  __shared__ unsigned s_histogram[kDepthBins];
-  __shared__ SumState s_pairs[kMaxShards], s_patches[kMaxShards], s_parcel[kMaxShards];
-  __shared__ uint32_t s_largest;
+  __shared__ float4 s_record[3 * kThreads];  // in their order
   __shared__ int s_count[kWarps];
-  __shared__ int64_t s_begin[kWarps], s_ticket;
-  __shared__ TileWalk s_walk[kWarps];
+  __shared__ int64_t s_begin;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const CandidateBlock block(candidates, in.num_views);
+  if (block.view >= in.num_views) return;
+  const View& view = in.views[block.view];
+  const int32_t local_row = block.row(candidates);
+
+  Record record;
+  float2 half_extent;
+  bool visible = false;
+  if (local_row >= 0) {
+    const int64_t row = in.rows.begin + local_row;
+    RowValues values;
+    math::Projected p;
+    math::TileEllipse ellipse;
+    replay_geometry(in.columns, kReplays ? &in.state : nullptr, kReplays ? &in.history : nullptr, row,
+                    values.mean, values.quat, values.log_scale, values.opacity_logit);
+    visible = math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
+                                     in.settings.antialiased, p, ellipse);
+    if (kChecksColour && visible && !has_colour(in, view, row, values.mean)) {
+      visible = false;
+      atomicAdd(out.colourless, 1ull);
+    }
+    if (visible) {
+      half_extent = half_extent_of(ellipse);
+      for (int i = 0; i < 2; ++i) record.mean2d[i] = p.mean2d[i];
+      for (int i = 0; i < 3; ++i) record.conic[i] = p.conic[i];
+      for (int i = 0; i < 3; ++i) record.rgb[i] = values.mean[i] - view.centre[i];
+      for (int i = 0; i < 4; ++i) record.tile_rect[i] = p.tile_rect[i];
+      record.opacity = p.opacity;
+      record.depth = p.depth;
+    }
+  }
+
+  // place among the records
+  const unsigned lanes = __ballot_sync(kAllLanes, visible);
+  if (lane == 0) s_count[warp] = __popc(lanes);
+  __syncthreads();
+  int before = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    before += w < warp ? s_count[w] : 0;
+    total += s_count[w];
+  }
+  if (warp == 0) {
+    const int64_t begin = sum_of_blocks_before<4>(out.state, blockIdx.x, total);
+    if (lane == 0) {
+      s_begin = begin;
+      atomicAdd(out.records + block.view, static_cast<SumState>(total));
+    }
+  }
+  const int rank = before + __popc(lanes & ((1u << lane) - 1u));
+  if (visible) store48(reinterpret_cast<Record*>(s_record) + rank, record);
+  const uint32_t largest = __reduce_max_sync(kAllLanes, visible ? depth_key_of(record.depth) : 0);
+  if (lane == 0 && largest) atomicMax(out.largest_depth_key, static_cast<SumState>(largest));
+  __syncthreads();
+
+  // out, side by side
+  const int64_t begin = s_begin, space = out.room - begin;
+  const int stored = space < total ? (space > 0 ? static_cast<int>(space) : 0) : total;
+  float4* const records = reinterpret_cast<float4*>(out.record + begin);
+  for (int i = threadIdx.x; i < 3 * stored; i += kThreads) records[i] = s_record[i];
+  if (visible && rank < stored) {
+    out.row[begin + rank] = in.rows.begin + local_row;
+    out.view[begin + rank] = block.view;
+    if (out.half_extent) out.half_extent[begin + rank] = half_extent;
+  }
+}
+
+// ---- third: their colours and tiles
+
+// A warp 32 records, one group after another, without waiting for others.
+template <int kDegree, bool kReplays, bool kHalf>
+__global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
+    finish_kernel(const __grid_constant__ RowSource in, const __grid_constant__ RecordTarget out) {
+  extern __shared__ float4 s_sh[];  // rows of higher SH, by warp
+  __shared__ unsigned s_histogram[kDepthBins];
+  __shared__ SumState s_pairs[kMaxShards], s_patches[kMaxShards], s_parcel[kSharedParcels];
+  __shared__ TileWalk s_walk[kFinishWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const bool one_owner = out.owners.count == 1, many_owners = out.owners.count > 1;
-  for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) s_histogram[bin] = 0;
-  if (threadIdx.x < kMaxShards) s_pairs[threadIdx.x] = s_patches[threadIdx.x] = s_parcel[threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
-    s_largest = 0;
-    s_ticket = static_cast<int64_t>(atomicAdd(out.ticket, 1ull));
-  }
-  float4* const staged = s_staged + warp * kStagedPieces<kDegree>;
-  Record& record = reinterpret_cast<Record*>(s_record)[threadIdx.x];
+  const int parcels = many_owners ? out.owners.count * in.num_views : 0;
+  for (int bin = threadIdx.x; bin < kDepthBins; bin += kFinishThreads) s_histogram[bin] = 0;
+  if (threadIdx.x < kMaxShards) s_pairs[threadIdx.x] = s_patches[threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < kSharedParcels; i += kFinishThreads) s_parcel[i] = 0;
+  SumState* const parcel = parcels <= kSharedParcels ? s_parcel : out.parcel;
+  __syncthreads();
   const AdamState* const state = kReplays ? &in.state : nullptr;
   const AdamHistory* const history = kReplays ? &in.history : nullptr;
-  __syncthreads();
-  int64_t ticket = s_ticket;
-  CandidateBlock block(candidates, in.num_views, ticket);
-  int32_t next_row = block.row(candidates, in.num_views);
+  ShRows<kDegree, kHalf> rest(s_sh + warp * ShRows<kDegree, kHalf>::kWarpPieces);
 
-  while (block.view < in.num_views) {
-    const int v = block.view;
-    const View& view = in.views[v];
-    const int32_t local_row = next_row;
+  int64_t records = 0;
+  for (int v = 0; v < in.num_views; ++v) records += static_cast<int64_t>(out.records[v]);
+  records = records < out.room ? records : out.room;
+  int32_t pairs = 0, patches = 0;  // of the only owner
+  const int64_t stride = int64_t{gridDim.x} * kFinishThreads;
+  int64_t r = int64_t{blockIdx.x} * kFinishThreads + threadIdx.x;
+  int64_t next_row = r < records ? out.row[r] : -1;
+  for (; r - lane < records; r += stride) {
+    const int64_t row = next_row;
+    const bool held = row >= 0;
 
-    // geometry
-    TileWalk walk;  // set where the row is visible, and used there only
-    float2 half_extent;
-    bool visible = false;
+    // the coefficients, on their way
     int64_t last = 0;
-    if (local_row >= 0) {
-      const int64_t row = in.rows.begin + local_row;
-      RowValues values;
-      math::Projected p;
+    float sh[3 + ShRows<kDegree, kHalf>::kWanted];
+    if (held) {
       if constexpr (kReplays) last = in.state.last_step[row];
-      replay_geometry(in.columns, state, history, row, values.mean, values.quat, values.log_scale,
-                      values.opacity_logit);
-      visible = math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
-                                       in.settings.antialiased, p, walk.ellipse);
-      if (visible) {
-        half_extent = half_extent_of(walk.ellipse);
-        walk.ellipse.half_width = walk.ellipse.half_height = 0.0;  // the walk does without: fewer registers
-        for (int i = 0; i < 4; ++i) walk.rect[i] = p.tile_rect[i];
-        walk.box = patch_box(p.mean2d, half_extent);
-        Record made;
-        for (int i = 0; i < 2; ++i) made.mean2d[i] = p.mean2d[i];
-        for (int i = 0; i < 3; ++i) made.conic[i] = p.conic[i];
-        for (int i = 0; i < 4; ++i) made.tile_rect[i] = p.tile_rect[i];
-        made.opacity = p.opacity;
-        made.depth = p.depth;
-        for (int i = 0; i < 3; ++i) made.rgb[i] = values.mean[i] - view.centre[i];  // the direction, for now
-        store48(&record, made);
-      }
+      for (int i = 0; i < 3; ++i) sh[i] = in.columns.sh0[3 * row + i];
     }
-    ShRows<kDegree> rest(staged);
-    if constexpr (kDegree > 0)
-      rest.start(in.columns, state, history, in.rows.begin, visible ? local_row : -1, last);
+    if constexpr (kDegree > 0) {
+      const int32_t local_row = held ? static_cast<int32_t>(row - in.rows.begin) : -1;
+      rest.start(in.columns, state, history, in.rows.begin, local_row, last);
+    }
+    next_row = r + stride < records ? out.row[r + stride] : -1;
 
-    // tiles, for the only owner
-    CoverPart<false> cover{};
-    if (one_owner) cover = walk_tiles(walk, visible, in.views, v, cover, s_walk[warp]);
+    // tiles
+    Record record;
+    TileWalk walk;
+    int v = 0;
+    bool met = false;
+    if (held) {
+      record = load48(out.record + r);
+      if (in.num_views > 1) v = out.view[r];
+      for (int i = 0; i < 4; ++i) walk.rect[i] = record.tile_rect[i];
+      met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
+      walk.box = patch_box(record.mean2d, half_extent_of(walk.ellipse));
+    }
+    if (one_owner) {
+      const CoverPart<false> cover = walk_tiles(walk, met, in.views, v, CoverPart<false>{}, s_walk[warp]);
+      pairs += cover.count;
+      patches += cover.patches;
+      if (held) {
+        const uint32_t key = depth_key_of(record.depth);
+        out.cover[r] = cover_of(walk.rect, cover);
+        out.depth_key[r] = key;
+        atomicAdd(s_histogram + key % kDepthBins, 1u);
+      }
+    } else if (many_owners) {
+      const OwnersPart none{&out.owners, s_pairs, s_patches, 0};
+      const uint32_t mask = walk_tiles(walk, met, in.views, v, none, s_walk[warp]).mask;
+      if (held) out.owner_mask[r] = mask;
+      for (uint32_t left = mask; left; left &= left - 1)
+        atomicAdd(parcel + (__ffs(left) - 1) * in.num_views + v, 1ull);
+    }
 
     // colour
     if constexpr (kDegree > 0) rest.finish();
-    if (visible) {
-      float sh[3 + ShRows<kDegree>::kWanted], direction[3], rgb[3];
-      replay_sh(in.columns, state, history, in.rows.begin + local_row, 1, sh);
+    if (held) {
+      float direction[3], rgb[3];
+      if (kReplays && last < in.history.now) replay_column(in.state, in.history, 4, last, 3 * row, 3, sh);
       for (int i = 0; i < 3; ++i) direction[i] = record.rgb[i];
 #pragma unroll
-      for (int k = 0; k < ShRows<kDegree>::kWanted; ++k) sh[3 + k] = rest.value(k);
-      visible = math::eval_sh(kDegree, direction, sh, rgb);
-      for (int i = 0; i < 3; ++i) record.rgb[i] = rgb[i];
+      for (int k = 0; k < ShRows<kDegree, kHalf>::kWanted; ++k) sh[3 + k] = rest.value(k);
+      if (!math::eval_sh(kDegree, direction, sh, rgb)) atomicAdd(out.colourless, 1ull);
+      for (int i = 0; i < 3; ++i) out.record[r].rgb[i] = rgb[i];
     }
-
-    // tiles of several owners
-    uint32_t mask = 0;
-    if (many_owners) {
-      if (visible) math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
-      const OwnersPart none{&out.owners, s_pairs, s_patches, 0};
-      mask = walk_tiles(walk, visible, in.views, v, none, s_walk[warp]).mask;
-      for (uint32_t left = mask; left; left &= left - 1) atomicAdd(s_parcel + __ffs(left) - 1, 1ull);
-    }
-
-    // place among the records; meanwhile, the next block
-    const unsigned lanes = __ballot_sync(kAllLanes, visible);
-    if (lane == 0) s_count[warp] = __popc(lanes);
-    __syncthreads();
-    if (warp == 0) {
-      const int count = lane < kWarps ? s_count[lane] : 0;
-      int inclusive = count;
-      for (int step = 1; step < kWarps; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, inclusive, step);
-        if (lane >= step) inclusive += other;
-      }
-      const int total = __shfl_sync(kAllLanes, inclusive, kWarps - 1);
-      const int64_t base = sum_of_blocks_before(out.state, ticket, total);
-      if (lane < kWarps) s_begin[lane] = base + inclusive - count;
-      if (lane == 0) atomicAdd(out.records + v, static_cast<SumState>(total));
-    } else if (warp == 2 && many_owners && lane < out.owners.count) {
-      if (s_parcel[lane]) atomicAdd(out.parcel + lane * in.num_views + v, s_parcel[lane]);
-      s_parcel[lane] = 0;
-    } else if (threadIdx.x == kWarp) {
-      s_ticket = static_cast<int64_t>(atomicAdd(out.ticket, 1ull));
-    }
-    __syncthreads();
-    ticket = s_ticket;
-    block = CandidateBlock(candidates, in.num_views, ticket);
-    next_row = block.row(candidates, in.num_views);
-
-    // out, a warp's records side by side
-    const int rank = __popc(lanes & ((1u << lane) - 1u));
-    const int64_t begin = s_begin[warp], space = out.room - begin;
-    const int stored = space < __popc(lanes) ? (space > 0 ? static_cast<int>(space) : 0) : __popc(lanes);
-    if (visible) store48(reinterpret_cast<Record*>(staged) + rank, load48(&record));
-    __syncwarp();
-    float4* const records = reinterpret_cast<float4*>(out.record + begin);
-    for (int i = lane; i < 3 * stored; i += kWarp) records[i] = staged[i];
-    __syncwarp();  // the stage is free for the next block's rows
-    if (visible && rank < stored) {
-      const int64_t to = begin + rank;
-      out.row[to] = in.rows.begin + local_row;
-      out.view[to] = v;
-      if (many_owners) out.owner_mask[to] = mask;
-      if (one_owner) {
-        const uint32_t key = depth_key_of(record.depth);
-        out.half_extent[to] = half_extent;
-        out.cover[to] = cover_of(walk.rect, cover);
-        out.depth_key[to] = key;
-        atomicAdd(s_histogram + key % kDepthBins, 1u);
-      }
-    }
-    const uint32_t largest = __reduce_max_sync(kAllLanes, visible ? depth_key_of(record.depth) : 0);
-    if (lane == 0) atomicMax(&s_largest, largest);
-    if (one_owner) {
-      const int32_t pairs = __reduce_add_sync(kAllLanes, visible ? cover.count : 0);
-      const int32_t patches = __reduce_add_sync(kAllLanes, visible ? cover.patches : 0);
-      if (lane == 0) {
-        atomicAdd(s_pairs, static_cast<SumState>(pairs));
-        atomicAdd(s_patches, static_cast<SumState>(patches));
-      }
-    }
+    __syncwarp();  // the rows' place is free
   }
 
+  if (one_owner) {
+    pairs = __reduce_add_sync(kAllLanes, pairs);
+    patches = __reduce_add_sync(kAllLanes, patches);
+    if (lane == 0) {
+      atomicAdd(s_pairs, static_cast<SumState>(pairs));
+      atomicAdd(s_patches, static_cast<SumState>(patches));
+    }
+  }
   __syncthreads();
   if (threadIdx.x < out.owners.count) {
     if (s_pairs[threadIdx.x]) atomicAdd(out.pairs + threadIdx.x, s_pairs[threadIdx.x]);
     if (s_patches[threadIdx.x]) atomicAdd(out.patches + threadIdx.x, s_patches[threadIdx.x]);
   }
-  if (threadIdx.x == 0 && s_largest) atomicMax(out.largest_depth_key, static_cast<SumState>(s_largest));
-  if (!one_owner) return;
-  for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) {
+  for (int i = threadIdx.x; i < parcels && parcels <= kSharedParcels; i += kFinishThreads) {
+    if (s_parcel[i]) atomicAdd(out.parcel + i, s_parcel[i]);
+  }
+  for (int bin = threadIdx.x; bin < kDepthBins && one_owner; bin += kFinishThreads) {
     if (s_histogram[bin]) atomicAdd(out.depth_histogram + bin, static_cast<SumState>(s_histogram[bin]));
   }
 }
@@ -414,6 +452,12 @@ Rooms& candidate_rooms() {
   return *instance;
 }
 
+// Shards whose latest frame met rows without a finite colour, a bit each.
+std::atomic<uint32_t>& shards_with_colourless_rows() {
+  static std::atomic<uint32_t> shards = 0;
+  return shards;
+}
+
 class ShardProjection {
  public:
   ShardProjection(Frame& frame, int shard)
@@ -423,7 +467,7 @@ class ShardProjection {
         owners_(static_cast<int64_t>(frame.owners.size())),
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
-        counts_(static_cast<size_t>(2 * views_ + owners_ * (views_ + 2) + 1), 0) {
+        counts_(static_cast<size_t>(2 * views_ + owners_ * (views_ + 2) + 2), 0) {
     if (done_) return;
     if (rows_.size() > std::numeric_limits<int32_t>::max()) {
       throw std::runtime_error("shard " + std::to_string(shard) + " holds " + std::to_string(rows_.size()) +
@@ -431,6 +475,7 @@ class ShardProjection {
     }
     room_ = record_rooms().of(shard, rows_.size() * views_);
     candidate_room_ = candidate_rooms().of(shard, rows_.size());
+    checks_colour_ = shards_with_colourless_rows() >> shard & 1u;
   }
 
   // Records and counts, as far as there is room.
@@ -440,9 +485,9 @@ class ShardProjection {
     const int64_t candidate_blocks = views_ * blocks_for(candidate_room_, kThreads);
     const int64_t counts = static_cast<int64_t>(counts_.size());
     Buffer<int32_t> candidate(views_ * candidate_room_, shard_);
-    scratch_ = Buffer<SumState>(1 + counts + views_ * chunks + candidate_blocks, shard_);
+    scratch_ = Buffer<SumState>(counts + views_ * chunks + candidate_blocks, shard_);
     zero(scratch_);
-    SumState* const counters = scratch_.data() + 1;
+    SumState* const counters = scratch_.data();
     SumState* const states = counters + counts;
     const Candidates candidates{candidate.data(), counters, candidate_room_};
     const RecordTarget target = make_target(counters + views_, states + views_ * chunks);
@@ -451,21 +496,35 @@ class ShardProjection {
     cull<<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(cull_source(), candidates, states,
                                                                  target.depth_histogram);
     KERNEL_CHECK("project", shard_, rows_.size());
-    with_sh_degree(frame_.settings.sh_degree, [&](auto degree) {
-      const auto kernel =
-          frame_.replays ? record_kernel<degree.value, true> : record_kernel<degree.value, false>;
-      constexpr size_t kBytes = sizeof(float4) * kWarps * kStagedPieces<degree.value>;
-      const int64_t resident =
-          prepare_kernel(reinterpret_cast<const void*>(kernel), kThreads, kBytes, shard_);
-      const unsigned blocks = static_cast<unsigned>(std::min(candidate_blocks, resident));
-      kernel<<<blocks, kThreads, kBytes, stream>>>(row_source(frame_, shard_), candidates, target);
-    });
+    const RowSource source = row_source(frame_, shard_);
+    const auto record = frame_.replays
+                            ? checks_colour_ ? record_kernel<true, true> : record_kernel<true, false>
+                        : checks_colour_ ? record_kernel<false, true>
+                                         : record_kernel<false, false>;
+    record<<<static_cast<unsigned>(candidate_blocks), kThreads, 0, stream>>>(source, candidates, target);
     KERNEL_CHECK("project", shard_, candidate_room_);
+    with_sh_degree(frame_.settings.sh_degree, [&](auto degree) {
+      const auto launch = [&](auto half) {
+        constexpr bool kHalf = half.value;
+        const auto finish = frame_.replays ? finish_kernel<degree.value, true, kHalf>
+                                           : finish_kernel<degree.value, false, kHalf>;
+        constexpr size_t kBytes = sizeof(float4) * kFinishWarps * ShRows<degree.value, kHalf>::kWarpPieces;
+        const int64_t resident =
+            prepare_kernel(reinterpret_cast<const void*>(finish), kFinishThreads, kBytes, shard_);
+        const int64_t blocks = std::min<int64_t>(blocks_for(room_, kFinishThreads), resident);
+        finish<<<static_cast<unsigned>(blocks), kFinishThreads, kBytes, stream>>>(source, target);
+      };
+      if constexpr (degree.value == 0) {
+        launch(std::false_type{});
+      } else {
+        frame_.columns.shN.is_float32() ? launch(std::false_type{}) : launch(std::true_type{});
+      }
+    });
+    KERNEL_CHECK("project", shard_, room_);
   }
 
   void ask(ReadBack& read_back) {
-    if (!done_)
-      read_back.add(counts_.data(), scratch_.data() + 1, static_cast<int64_t>(counts_.size()), shard_);
+    if (!done_) read_back.add(counts_.data(), scratch_.data(), static_cast<int64_t>(counts_.size()), shard_);
   }
 
   // With the counts on the host: true if nothing is left to do.
@@ -476,13 +535,18 @@ class ShardProjection {
         most_candidates = std::max(most_candidates, static_cast<int64_t>(counts_[static_cast<size_t>(v)]));
         total += static_cast<int64_t>(counts_[static_cast<size_t>(views_ + v)]);
       }
-      const bool filled = most_candidates <= candidate_room_ && total <= room_;
+      const bool colourless = counts_.back() > 0;
+      const bool filled =
+          most_candidates <= candidate_room_ && total <= room_ && (checks_colour_ || !colourless);
+      checks_colour_ |= colourless;
       candidate_room_ = std::max(candidate_room_, most_candidates);
       room_ = std::max(room_, total);
       if (!filled) return false;
       done_ = true;
       candidate_rooms().saw(shard_, most_candidates);
       record_rooms().saw(shard_, total);
+      const uint32_t own = 1u << shard_;
+      colourless ? shards_with_colourless_rows() |= own : shards_with_colourless_rows() &= ~own;
       scratch_ = Buffer<SumState>();
     }
     take_counts();
@@ -500,7 +564,7 @@ class ShardProjection {
     in.history = constants.history;
     in.replays = frame_.replays;
     in.view0 = math::make_cull_view(frame_.views[0]);
-    in.views = constants.views.data();
+    in.views = constants.views;
     in.num_views = static_cast<int>(views_);
     in.rows = rows_;
     if (frame_.replays) {
@@ -552,8 +616,8 @@ class ShardProjection {
     target.pairs = target.parcel + owners_ * views_;
     target.patches = target.pairs + owners_;
     target.largest_depth_key = target.patches + owners_;
+    target.colourless = target.largest_depth_key + 1;
     target.state = state;
-    target.ticket = scratch_.data();
     return target;
   }
 
@@ -592,25 +656,32 @@ class ShardProjection {
   int shard_;
   int64_t views_, owners_;
   RowRange rows_;
-  bool done_, taken_ = false;
+  bool done_, taken_ = false, checks_colour_ = false;
   int64_t room_ = 0, candidate_room_ = 0;
   // candidates [views], records [views], parcels [owners, views], pairs [owners], patches [owners], largest
-  // key
+  // key, colourless rows
   std::vector<SumState> counts_;
-  Buffer<SumState> scratch_;  // a ticket, the counts, states of the running sums
+  Buffer<SumState> scratch_;  // the counts, states of the running sums
 };
 
 }  // namespace
 
 void upload_constants(Frame& frame) {
+  static_assert(std::is_trivially_copyable_v<View> && sizeof(View) % sizeof(float) == 0);
+  thread_local std::vector<float> packed;  // keeps its memory
   frame.constants.clear();
   frame.constants.resize(frame.homes.size());
   for (size_t shard = 0; shard < frame.homes.size(); ++shard) {
     ShardConstants& constants = frame.constants[shard];
     const int owner = static_cast<int>(shard);
-    constants.views = Buffer<View>(static_cast<int64_t>(frame.views.size()), owner);
-    upload(constants.views.data(), frame.views.data(), constants.views.size(), owner);
-    if (frame.replays) constants.history = upload_history(frame.history, constants.steps, owner);
+    packed.resize(frame.views.size() * sizeof(View) / sizeof(float));
+    std::memcpy(packed.data(), frame.views.data(), frame.views.size() * sizeof(View));
+    if (frame.replays) {
+      constants.history = upload_history(frame.history, packed, constants.memory, owner);
+    } else {
+      constants.memory = to_buffer(packed, owner);
+    }
+    constants.views = reinterpret_cast<const View*>(constants.memory.data());
   }
 }
 

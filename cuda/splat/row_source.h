@@ -27,7 +27,7 @@ inline RowSource row_source(const Frame& frame, int shard) {
           constants.history,
           frame.replays,
           frame.settings,
-          constants.views.data(),
+          constants.views,
           static_cast<int>(frame.views.size()),
           frame.homes[static_cast<size_t>(shard)]};
 }

@@ -12,7 +12,8 @@
 
 namespace mgpu::splat {
 
-template <int kDegree>
+// kHalf: of a half table.
+template <int kDegree, bool kHalf>
 class ShRows {
  public:
   static constexpr int kWanted = 3 * ((kDegree + 1) * (kDegree + 1) - 1);   // floats of a row
@@ -27,10 +28,28 @@ class ShRows {
   __device__ __forceinline__ void start(const SplatColumns& columns, const AdamState* state,
                                         const AdamHistory* history, int64_t first_row, int32_t row,
                                         int64_t last) {
-    if (!columns.shN.is_float32()) {
+    if constexpr (kHalf) {
       own_ = reinterpret_cast<float*>(data_ + slot(lane_here()) * kStride);
-      return fetch_half(data_, columns, state, history, first_row, row, last);
+      fetch_half(data_, columns, state, history, first_row, row, last);
+    } else {
+      fetch(columns, state, history, first_row, row, last);
     }
+  }
+
+  // By all lanes: value() may be read afterwards.
+  __device__ __forceinline__ void finish() {
+    __pipeline_wait_prior(0);
+    __syncwarp();
+  }
+
+  // Of the lane's own row.
+  __device__ __forceinline__ float value(int k) const { return own_[k]; }
+
+ private:
+  // Of a table in float32: what needs no replay goes to shared memory by itself.
+  __device__ __forceinline__ void fetch(const SplatColumns& columns, const AdamState* state,
+                                        const AdamHistory* history, int64_t first_row, int32_t row,
+                                        int64_t last) {
     const float* const sh = columns.shN.float32();
     const int lane = lane_here(), floats = 3 * columns.sh_rest;
     const bool missed = state && row >= 0 && last < history->now;
@@ -75,16 +94,6 @@ class ShRows {
     __pipeline_commit();
   }
 
-  // By all lanes: value() may be read afterwards.
-  __device__ __forceinline__ void finish() {
-    __pipeline_wait_prior(0);
-    __syncwarp();
-  }
-
-  // Of the lane's own row.
-  __device__ __forceinline__ float value(int k) const { return own_[k]; }
-
- private:
   // Of a half table: numbers of 2 bytes, through registers.
   static __device__ __noinline__ void fetch_half(float4* data, const SplatColumns& columns,
                                                  const AdamState* state, const AdamHistory* history,

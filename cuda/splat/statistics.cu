@@ -34,9 +34,8 @@ void add_statistics(const std::vector<const Frame*>& frames, const RowStatistics
         const int64_t begin = records.view_begin[view], count = records.view_begin[view + 1] - begin;
         if (count == 0) continue;
         statistics_kernel<<<blocks_for(count, kThreads), kThreads, 0, shard_stream(shard.index)>>>(
-            frame->constants[index].views.data() + view, records.row.data() + begin,
-            records.record.data() + begin, records.grad.data() + begin, count,
-            static_cast<int64_t>(frame->views.size()), statistics);
+            frame->constants[index].views + view, records.row.data() + begin, records.record.data() + begin,
+            records.grad.data() + begin, count, static_cast<int64_t>(frame->views.size()), statistics);
         KERNEL_CHECK("statistics", shard.index, count);
       }
     }

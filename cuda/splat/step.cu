@@ -822,8 +822,9 @@ void flush(const SplatColumns& columns, const AdamState& state, const History& h
   for_each_shard("flush", [&](const Shard& shard) {
     const RowRange home = homes[static_cast<size_t>(shard.index)];
     if (home.empty()) return;
+    std::vector<float> packed;
     Buffer<float> tables;
-    const FlushInput in{{columns, state, upload_history(history.view(), tables, shard.index)}, home};
+    const FlushInput in{{columns, state, upload_history(history.view(), packed, tables, shard.index)}, home};
     with_rest(columns.sh_rest, [&](auto rest) {
       constexpr int kRest = decltype(rest)::value;
       const auto start = [&](auto kernel) {
