@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from blend_variants import NVCC, NVCC_FLAGS, ROOT, chosen, replaced, run
+from variants import Variant, build, chosen, run
 
 LOADS = [
     "return table.columns.shN.float32()[at];",
@@ -62,35 +61,17 @@ PREFETCH = """  __pipeline_commit();
     }
   }
 """
-VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "together_1": [("kTogether = 2;", "kTogether = 1;")],
-    "together_4": [("kTogether = 2;", "kTogether = 4;")],
-    "blocks_6": [("kStepBlocks = 8;", "kStepBlocks = 6;")],
-    "past_l1": [("// Numbers of shN and of its first moment.", PAST_L1), *loads_by("load_past_l1")],
-    "evict_first": loads_by("__ldcs"),
-    "prefetch": [("  __pipeline_commit();\n", PREFETCH)],
+VARIANTS: dict[str, Variant] = {
+    name: Variant("step.cu", ("step",), replacements)
+    for name, replacements in {
+        "together_1": [("kTogether = 2;", "kTogether = 1;")],
+        "together_4": [("kTogether = 2;", "kTogether = 4;")],
+        "blocks_6": [("kStepBlocks = 8;", "kStepBlocks = 6;")],
+        "past_l1": [("// Numbers of shN and of its first moment.", PAST_L1), *loads_by("load_past_l1")],
+        "evict_first": loads_by("__ldcs"),
+        "prefetch": [("  __pipeline_commit();\n", PREFETCH)],
+    }.items()
 }
-
-
-def build(folder: Path, names: list[str]) -> None:
-    """One executable a variant, `step_<name>`."""
-    objects = folder / "stages"
-    run(["bash", "tests/cuda/build.sh", str(objects)])
-    main = str(folder / "step_stage.o")
-    run([*NVCC, *NVCC_FLAGS, "-c", "benchmarks/step_stage.cu", "-o", main])
-
-    def one(name: str) -> None:
-        text = (ROOT / "cuda/splat/step.cu").read_text()
-        text = replaced(text, *VARIANTS.get(name, []), source=f"step.cu ({name})")
-        source, compiled = folder / f"{name}.cu", str(folder / f"{name}.o")
-        source.write_text(text)
-        run([*NVCC, *NVCC_FLAGS, "-c", str(source), "-o", compiled])
-        skipped = {"check_stages.cpp.o", "step.cu.o"}
-        others = [str(path) for path in objects.glob("*.o") if path.name not in skipped]
-        run([*NVCC, *others, main, compiled, "-o", str(folder / f"step_{name}"), "-lpthread"])
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(one, names))
 
 
 def main() -> None:
@@ -107,7 +88,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        build(folder, names)
+        build(folder, "step", {name: VARIANTS.get(name, Variant()) for name in names})
         for name in names:
             numbers = [options.rows, options.seen, options.slow, 7, int(options.half)]
             command = [str(folder / f"step_{name}"), *map(str, numbers), "1:100", "64:100", "112000:70"]

@@ -1,18 +1,20 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# build.sh FOLDER: compile check_stages and the torch-free part of the CUDA flavour into FOLDER. JOBS compilers at a time.
+# build.sh FOLDER: compile check_stages and the torch-free part of the CUDA flavour into FOLDER, and the drivers of
+# benchmarks/*_variants.py, so that they are not forgotten, into FOLDER/drivers. JOBS compilers at a time.
 set -eu
 cd "$(dirname "$0")/../.."
 out=$1
-mkdir -p "$out"
+mkdir -p "$out/drivers"
 cuda=${CUDA_HOME:-/usr/local/cuda}
 arch=${MGPU_CUDA_ARCHS:-90}
 sources="cuda/splat/*.cu cuda/splat/*_cuda.cpp cuda/splat/assign.cpp cuda/splat/links.cpp cuda/splat/exchange.cpp cuda/splat/fates.cpp cuda/splat/gather.cpp
   cuda/splat/history.cpp cuda/splat/rows.cpp cuda/splat/step_check.cpp
   cuda/mesh/mesh.cpp cuda/mesh/fork_join.cpp cuda/mesh/fork_join_cuda.cpp cuda/mesh/gate.cpp
-  cuda/memory/homes.cpp cuda/memory/tally.cpp cuda/memory/vmm_cuda.cpp cuda/memory/buffer_cuda.cpp cuda/memory/transfer_cuda.cpp tests/cuda/check_stages.cpp"
+  cuda/memory/homes.cpp cuda/memory/tally.cpp cuda/memory/vmm_cuda.cpp cuda/memory/buffer_cuda.cpp cuda/memory/transfer_cuda.cpp tests/cuda/check_stages.cpp benchmarks/*_stage.cu"
 compile() {
   object=$out/$(basename "$1").o
+  case $1 in benchmarks/*) object=$out/drivers/$(basename "$1").o ;; esac
   if [ "$object" -nt "$1" ] && [ -z "$(find cuda -name '*.h' -newer "$object")" ]; then return; fi
   case $1 in
     *.cu) "$cuda/bin/nvcc" -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch --expt-relaxed-constexpr --extended-lambda \
