@@ -54,9 +54,11 @@ def shuffle(side: Mgpu) -> None:
 
 
 def time_table(rows: int, rounds: int = 5) -> dict[str, float]:
-    """Milliseconds (medians) of reordering normal points with SH of degree 3 and moments, and of measuring their order."""
+    """Milliseconds (medians) of reordering normal points with SH of degree 3 and moments, of measuring their order, and of
+    the sparse grid of their voxels."""
     import ns_mgpu_splat
     from ns_mgpu_splat.device import native
+    from ns_mgpu_splat.partition.summary import summarise
     from ns_mgpu_splat.splats.optimizer import SplatAdam
 
     ns_mgpu_splat.init()
@@ -70,6 +72,7 @@ def time_table(rows: int, rounds: int = 5) -> dict[str, float]:
             ("reorder shuffled", lambda: native().reorder(table.columns(), adam.state(), [])),
             ("reorder sorted", lambda: native().reorder(table.columns(), adam.state(), [])),
             ("measure", lambda: native().measure_rows(table.means.detach())),
+            ("grid", lambda: summarise(table.means)),
         ):
             torch.mgpu.synchronize()  # type: ignore[attr-defined]
             begin = time.perf_counter()

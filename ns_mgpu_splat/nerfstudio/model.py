@@ -89,9 +89,9 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     """Strategy "default": opacity below which a Gaussian is removed; resets lower all opacities to twice this."""
     reset_alpha_every: int = 30
     """Strategy "default": rounds between two resets of the opacities, which clear what no image needs."""
-    reorder_every: int = 0
-    """Steps between two times that Gaussians are put in the order of their places, so that neighbours are read together;
-    0: never. For scenes of millions."""
+    reorder_decay: float = 1.5
+    """Keep neighbouring Gaussians together in memory: they are sorted in space at first, and again once a round has made
+    runs of 256 this many times as wide. 0 never sorts; lower it towards 1 if steps slow down between two sorts."""
     placement: bool = True
     """On several shards: keep each one's share of Gaussians and of work equal, by moving pages of 2 MiB after a round of
     multiplying. False leaves equal numbers of Gaussians on all shards, wherever these are in the scene."""
@@ -154,6 +154,10 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
                 f"mgpu-splat: --pipeline.model.placement-tolerance is {self.placement_tolerance}, it must be at least 0 and "
                 "below 0.5."
             )
+        if self.reorder_decay != 0 and not self.reorder_decay > 1:
+            raise SystemExit(
+                f"mgpu-splat: --pipeline.model.reorder-decay is {self.reorder_decay}, it must be above 1, or 0 to never sort."
+            )
         if self.grow_factor < 1:
             raise SystemExit(
                 f"mgpu-splat: --pipeline.model.grow-factor is {self.grow_factor}, it must be 1 or more."
@@ -213,6 +217,8 @@ class MgpuSplatModel(SplatfactoModel):
             capacity=self.cap,
             half=config.half,
         )
+        if config.reorder_decay > 0:
+            self.table.reorder()
         columns = self.table.named_columns()
         self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})
         self.optimizer: Any = None
@@ -290,6 +296,7 @@ class MgpuSplatModel(SplatfactoModel):
 
     def start_training(self, optimizer: Any, schedule_steps: int, seed: int) -> None:
         """Take the optimizer of the table and set densification up; called once, by the trainer."""
+        from ns_mgpu_splat.partition.order import RowOrder
         from ns_mgpu_splat.partition.placement import Placement, PlacementSettings
         from ns_mgpu_splat.splats.densify import DefaultStrategy, McmcStrategy
 
@@ -303,7 +310,7 @@ class MgpuSplatModel(SplatfactoModel):
             "max_gaussians": self.cap,
             "refine_start": config.warmup_length,
             "refine_every": config.refine_every,
-            "reorder_every": config.reorder_every,
+            "order": RowOrder(config.reorder_decay) if config.reorder_decay > 0 else None,
             "seed": seed,
         }
         stop = config.stop_split_at
@@ -327,6 +334,13 @@ class MgpuSplatModel(SplatfactoModel):
         """Deal rows to the shards, as before the first step."""
         if self.placement is not None:
             self.placement.update(self.table, self.optimizer)
+
+    def grid_text(self) -> str:
+        """A line for the log: the sparse grid in use, and its voxels at a size that suits these Gaussians."""
+        from ns_mgpu_splat.partition.summary import summarise
+
+        order = "kept in order of space" if self.config.reorder_decay > 0 else "left in any order"
+        return f"Sparse grid: {summarise(self.table.means)}. Gaussians are {order}."
 
     def get_training_callbacks(
         self, training_callback_attributes: TrainingCallbackAttributes

@@ -318,6 +318,7 @@ class MgpuSplatTrainer(Trainer):
                         f"({type(error).__name__}: {error}). It is of another method or damaged: go on from another one."
                     ) from error
             model.place_rows()
+            CONSOLE.print(model.grid_text())
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         return optimizers

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ns_mgpu_splat.device import native
 from ns_mgpu_splat.partition.curves import CURVE_BITS
+
+if TYPE_CHECKING:
+    from ns_mgpu_splat.splats.optimizer import SplatAdam
+    from ns_mgpu_splat.splats.table import SplatTable
 
 RUN_ROWS = 256
 """Rows of a run, as cuda/splat/row_measure.h counts them."""
@@ -92,29 +96,37 @@ def measure(means: Tensor) -> RowMeasure:
 
 @dataclass
 class RowOrder:
-    """When to sort rows again: remembers how wide runs of rows were when they were last sorted."""
+    """Keeps the rows of a table in order: remembers how wide runs of rows were when they were last sorted."""
 
     decay: float = 1.5
-    """Sort once runs are this many times as wide; below 1: never. New rows that are copies of others, and rows that
-    moved far, widen runs; a growing table narrows what sorting could reach, which does not count."""
+    """Sort once runs are this many times as wide, above 1. Copies of rows and rows that moved far widen runs at once; a
+    table that has grown by a factor of 2.25 in order could be half as wide again, which does not count."""
     fresh: float | None = None
-    """`RowMeasure.run_extent` after the last sort; None: not known, so sort."""
+    """`RowMeasure.run_extent` after the latest sort; None: not known, so sort."""
+
+    def __post_init__(self) -> None:
+        if not self.decay > 1.0:
+            raise ValueError(f"decay is {self.decay}, expected a factor above 1.")
 
     def is_due(self, means: Tensor) -> bool:
-        """Whether rows are to be sorted now; one pass over the means."""
-        if self.decay < 1.0 or means.shape[0] == 0:
+        """Whether rows are to be sorted now: one pass over the means (N, 3), flushed."""
+        if means.shape[0] == 0:
             return False
         return self.fresh is None or measure(means).run_extent > self.decay * self.fresh
 
-    def sorted(self, means: Tensor) -> None:
-        """Take note: rows were sorted just now."""
-        self.fresh = measure(means).run_extent
+    def keep(self, table: SplatTable, optimizer: SplatAdam | None = None) -> bool:
+        """Sort the rows if that is due, and say so; call it between steps, after rows have changed."""
+        if not self.is_due(table.means):
+            return False
+        table.reorder(optimizer)
+        self.fresh = measure(table.means).run_extent
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to sort at the same steps."""
         return {"fresh": self.fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the saved run was; a state of before there was one sorts at the next occasion."""
+        """Go on where the saved run was."""
         fresh = state.get("fresh")
         self.fresh = None if fresh is None else float(fresh)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.partition.order import RowOrder
 from ns_mgpu_splat.partition.placement import Placement
 from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.statistics import RowStatistics
@@ -37,10 +38,10 @@ class McmcStrategy:
     """A row at or below this opacity is dead."""
     grow_factor: float = 1.05
     """Rows after a refinement per row before, until the cap."""
-    reorder_every: int = 0
-    """Steps between two times that rows are sorted in space (SplatTable.reorder); 0: never."""
     seed: int = 0
     """Of the draws of rows to copy."""
+    order: RowOrder | None = None
+    """Sorts rows in space again after a refinement, where it has spoilt their order; None: never."""
     placement: Placement | None = None
     """Deals rows to the shards anew after each refinement; None: they stay as they are dealt."""
 
@@ -63,12 +64,9 @@ class McmcStrategy:
         """
         _check_cap(table, self.max_gaussians)
         report = {"relocated": 0, "added": 0, "total": table.num_rows}
-        reorders = _reorders_at(step, self.reorder_every, self.refine_stop)
-        with _placed(self.placement if reorders or self.refines_at(step) else None, table, optimizer):
-            if self.refines_at(step):
+        if self.refines_at(step):
+            with _in_place(self, table, optimizer):
                 report = self._refine(table, optimizer, step)
-            if reorders:
-                table.reorder(optimizer)
         return report
 
     def _refine(self, table: SplatTable, optimizer: SplatAdam, step: int) -> dict[str, int]:
@@ -102,12 +100,12 @@ class McmcStrategy:
         native().relocate(table.columns(), optimizer.state(), sources, to, self.min_opacity, optimizer.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the seed (draws depend on it and on the step alone)."""
-        return {"version": 1, "seed": self.seed}
+        """What a resumed run needs: the seed (draws depend on it and on the step alone), and how wide sorted rows were."""
+        return _state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the draws of the saved run."""
-        self.seed = _seed_of(state)
+        _load_state(self, state)
 
 
 @dataclass
@@ -148,10 +146,10 @@ class DefaultStrategy:
     """Step at which sizes on the screen no longer matter; 0: they never do."""
     absgrad: bool = False
     """Sum the magnitudes of the pixels' pulls (AbsGS), which splits more where pulls cancel out."""
-    reorder_every: int = 0
-    """Steps between two times that rows are sorted in space (SplatTable.reorder); 0: never."""
     seed: int = 0
     """Of the places of a split row's children."""
+    order: RowOrder | None = None
+    """Sorts rows in space again after a refinement, where it has spoilt their order; None: never."""
     placement: Placement | None = None
     """Deals rows to the shards anew after each refinement; None: they stay as they are dealt."""
 
@@ -181,21 +179,18 @@ class DefaultStrategy:
         """
         _check_cap(table, self.max_gaussians)
         report = {"pruned": 0, "added": 0, "total": table.num_rows}
-        reorders = _reorders_at(step, self.reorder_every, self.refine_stop)
-        with _placed(self.placement if reorders or self.refines_at(step) else None, table, optimizer):
-            if step >= self.refine_stop:
-                optimizer.statistics = None
-            elif optimizer.statistics is None or optimizer.statistics.absgrad != self.absgrad:
-                optimizer.statistics = RowStatistics(
-                    table.num_rows, table.capacity, absgrad=self.absgrad, radius=self.screen_stop > 0
-                )
-            elif self.refines_at(step):
+        if step >= self.refine_stop:
+            optimizer.statistics = None
+        elif optimizer.statistics is None or optimizer.statistics.absgrad != self.absgrad:
+            optimizer.statistics = RowStatistics(
+                table.num_rows, table.capacity, absgrad=self.absgrad, radius=self.screen_stop > 0
+            )
+        elif self.refines_at(step):
+            with _in_place(self, table, optimizer):
                 report = self._refine(table, optimizer, optimizer.statistics, step)
-            if self.resets_at(step):
-                optimizer.flush()
-                native().reset_opacities(table.columns(), optimizer.state(), 2 * self.prune_opacity)
-            if reorders:
-                table.reorder(optimizer)
+        if self.resets_at(step):
+            optimizer.flush()
+            native().reset_opacities(table.columns(), optimizer.state(), 2 * self.prune_opacity)
         return report
 
     def _refine(
@@ -224,22 +219,26 @@ class DefaultStrategy:
         return {"pruned": plan.pruned, "added": plan.doubled, "total": plan.rows_after}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the optimizer's state: the seed."""
-        return {"version": 1, "seed": self.seed}
+        """What a resumed run needs beside the optimizer's state: the seed, and how wide sorted rows were."""
+        return _state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the draws of the saved run."""
-        self.seed = _seed_of(state)
+        _load_state(self, state)
 
 
 @contextmanager
-def _placed(placement: Placement | None, table: SplatTable, optimizer: SplatAdam) -> Iterator[None]:
-    """Look at the rows before they change, and deal them anew afterwards."""
-    if placement is not None:
-        placement.observe(table, optimizer)
+def _in_place(
+    strategy: McmcStrategy | DefaultStrategy, table: SplatTable, optimizer: SplatAdam
+) -> Iterator[None]:
+    """Around a refinement: look at the rows before they change; sort them and deal them anew afterwards."""
+    if strategy.placement is not None:
+        strategy.placement.observe(table, optimizer)
     yield
-    if placement is not None:
-        placement.update(table, optimizer)
+    if strategy.order is not None:
+        strategy.order.keep(table, optimizer)
+    if strategy.placement is not None:
+        strategy.placement.update(table, optimizer)
 
 
 def _check_common(strategy: McmcStrategy | DefaultStrategy) -> None:
@@ -248,8 +247,6 @@ def _check_common(strategy: McmcStrategy | DefaultStrategy) -> None:
         raise ValueError(f"max_gaussians is {strategy.max_gaussians}, expected at least 1.")
     if strategy.refine_every < 1:
         raise ValueError(f"refine_every is {strategy.refine_every}, expected at least 1.")
-    if strategy.reorder_every < 0:
-        raise ValueError(f"reorder_every is {strategy.reorder_every}, expected a number of steps, or 0.")
 
 
 def _check_cap(table: SplatTable, max_gaussians: int) -> None:
@@ -260,11 +257,14 @@ def _check_cap(table: SplatTable, max_gaussians: int) -> None:
         )
 
 
-def _reorders_at(step: int, every: int, stop: int) -> bool:
-    return every > 0 and 0 < step <= stop and step % every == 0
+def _state_of(strategy: McmcStrategy | DefaultStrategy) -> dict[str, Any]:
+    order = None if strategy.order is None else strategy.order.state_dict()
+    return {"version": 1, "seed": strategy.seed, "order": order}
 
 
-def _seed_of(state: Mapping[str, Any]) -> int:
+def _load_state(strategy: McmcStrategy | DefaultStrategy, state: Mapping[str, Any]) -> None:
     if state.get("version") != 1:
         raise ValueError(f"The strategy's state has version {state.get('version')}, expected 1.")
-    return int(state["seed"])
+    strategy.seed = int(state["seed"])
+    if strategy.order is not None:  # a run without one left none: its rows are sorted at the next refinement
+        strategy.order.load_state_dict(state.get("order") or {})

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line `mgpu-splat-info`: what a run's newest checkpoint holds, and where it would lie on this mesh. No GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+kName = "mgpu-splat-info"
+kSample = 1 << 20  # rows from which the box of most Gaussians is taken
+kLeftOut = 0.005  # share of rows that this box leaves out at each end of each axis
+kPageBytes = 2 << 20
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser."""
+    p = argparse.ArgumentParser(
+        prog=kName,
+        description="Say what a run's newest checkpoint holds: Gaussians, extent, voxels, memory, and which shard would be home "
+        "to how much of it on this machine (MGPU_DEVICES chooses the shards). No GPU is needed.",
+        epilog="Lengths are in the frame that the model was trained in (z up); docs/partition.md says what the terms mean.",
+    )
+    p.add_argument("config", metavar="CONFIG.yml", type=Path,
+                   help="config.yml of the run, as ns-train wrote it; its folder may have been moved")  # fmt: skip
+    p.add_argument("--picture", metavar="FILE.png", type=Path,
+                   help="also draw the scene from above, coloured by home shard")  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print JSON instead of lines for people")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, or 1 for an error told in one sentence on stderr."""
+    from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
+    from ns_mgpu_splat.nerfstudio.saved_run import RunError
+
+    args = parser().parse_args(argv)
+    try:
+        run = Run(args.config)
+        info = run.describe()
+        if args.picture is not None:
+            run.draw(args.picture)
+            info["picture"] = str(args.picture)
+    except (CheckpointError, RunError, ValueError) as error:
+        print(f"{kName}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{kName}: {error.filename or args.picture}: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    print(json.dumps(info, indent=1) if args.json else text_of(info))
+    return 0
+
+
+class Run:
+    """A run's newest checkpoint, its means on the device as a table of its size would lie there."""
+
+    def __init__(self, config: Path) -> None:
+        """Raises RunError or CheckpointError, in one sentence; SystemExit where `mgpu` cannot be had."""
+        from ns_mgpu_splat.nerfstudio import checkpoint
+        from ns_mgpu_splat.nerfstudio.device import start_device
+        from ns_mgpu_splat.nerfstudio.names import kColumnOf
+        from ns_mgpu_splat.nerfstudio.saved_run import open_run
+
+        if config.is_dir() and (config / "config.yml").is_file():
+            config = config / "config.yml"
+        run = open_run(config)
+        self.config, self.checkpoint = run.config, run.checkpoint
+        self.state = checkpoint.read(run.checkpoint)
+        pipeline = self.state["pipeline"]
+        self.columns: dict[str, Tensor] = {
+            column: pipeline.get(f"_model.gauss_params.{name}", pipeline.get(f"_model.{name}"))
+            for name, column in kColumnOf.items()
+        }
+        start_device(announce=False)
+        self.table = self._table()
+
+    def _table(self) -> Any:
+        """A table of the checkpoint's size with its means, dealt to the shards as training would begin with it."""
+        from ns_mgpu_splat.partition.placement import Placement
+        from ns_mgpu_splat.splats.table import SplatTable
+
+        table = SplatTable(self.rows, sh_degree=self.sh_degree, half=self.half)
+        table.write_rows(0, {"means": self.columns["means"]})
+        Placement().update(table)
+        return table
+
+    @property
+    def rows(self) -> int:
+        """Gaussians."""
+        return int(self.columns["means"].shape[0])
+
+    @property
+    def sh_degree(self) -> int:
+        """Of the view-dependent colour."""
+        return round((self.columns["shN"].shape[1] + 1) ** 0.5) - 1
+
+    @property
+    def half(self) -> bool:
+        """Whether colours of higher degrees are in 16 bits."""
+        return self.columns["shN"].element_size() == 2
+
+    def shards(self) -> list[dict[str, Any]]:
+        """Of each shard of this mesh: its name, the rows it would be home to, and pages of the table's columns."""
+        import torch
+
+        from ns_mgpu_splat.nerfstudio.device import shard_names
+
+        names = shard_names()
+        pages = np.zeros(len(names), np.int64)
+        for column in self.table.columns():
+            if column.numel():
+                homes = torch.mgpu.placement(column.detach()).numpy()  # type: ignore[attr-defined]
+                pages += np.bincount(homes[homes >= 0], minlength=len(names))
+        return [
+            {"name": name, "rows": end - begin, "pages": int(count)}
+            for name, (begin, end), count in zip(names, self.table.homes, pages, strict=True)
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """All that the command says, as plain values; no NaN."""
+        return {
+            "config": str(self.config),
+            "checkpoint": str(self.checkpoint),
+            "step": int(self.state["step"]) + 1,
+            "schedule_steps": self.state.get("schedule_steps"),
+            "gaussians": self.rows,
+            "sh_degree": self.sh_degree,
+            "half": self.half,
+            "bytes_per_gaussian": self._bytes(),
+            "extent": self._extent(),
+            **self._partition(),
+            "shards": self.shards(),
+            "trained_on": self.state.get("shards"),
+        }
+
+    def _bytes(self) -> dict[str, int]:
+        """Of a row on the device: its columns, and its optimizer state (two moments of each value, and a step)."""
+        values = sum(column[:1].numel() if self.rows else 0 for column in self.columns.values())
+        columns = sum(column[:1].nbytes if self.rows else 0 for column in self.columns.values())
+        optimizer = values * ((2 if self.half else 4) + 4) + 4 if self.rows else 0
+        return {"columns": columns, "optimizer": optimizer, "total": columns + optimizer}
+
+    def _extent(self) -> dict[str, list[float]] | None:
+        """Boxes of the finite means: of all, and of nearly all."""
+        means = self.columns["means"]
+        low, high = np.full(3, np.inf), np.full(3, -np.inf)
+        for piece in means.split(1 << 22):
+            values = piece.float().numpy()
+            values = values[np.isfinite(values).all(1)]
+            if len(values):
+                low, high = np.minimum(low, values.min(0)), np.maximum(high, values.max(0))
+        if not np.isfinite(low).all():
+            return None
+        sample = means[:: max(1, -(-self.rows // kSample))].double().numpy()
+        most = np.quantile(sample[np.isfinite(sample).all(1)], [kLeftOut, 1 - kLeftOut], axis=0)
+        return {
+            "low": low.tolist(),
+            "high": high.tolist(),
+            "most_low": most[0].tolist(),
+            "most_high": most[1].tolist(),
+        }
+
+    def _partition(self) -> dict[str, Any]:
+        """The grid in use with voxels of some hundreds of Gaussians, and the order of rows."""
+        from ns_mgpu_splat.partition.summary import summarise
+
+        found = summarise(self.table.means)
+        return {
+            "grid": {
+                "in_use": found.in_use,
+                "voxels": found.voxels,
+                "voxel_size": found.voxel_size,
+                "gaussians_per_voxel": found.rows_per_voxel,
+            },
+            "order": {"out_of_order": found.out_of_order, "run_extent": found.run_extent},
+            "not_finite": self.rows - found.finite_rows,
+        }
+
+    def draw(self, path: Path) -> None:
+        """Write the picture. Raises ValueError for a suffix that is no picture's, OSError if it cannot be written."""
+        from ns_mgpu_splat.partition.picture import ShardLegend, draw, save
+
+        legend = [ShardLegend(**shard) for shard in self.shards()]
+        title = f"{self.config.parent.name or self.config}: {self.rows:,} Gaussians from above"
+        save(draw(self.columns["means"], self.columns["opacities"], self.table.homes, legend, title), path)
+
+
+def text_of(info: dict[str, Any]) -> str:
+    """Lines for people."""
+
+    def box(low: list[float], high: list[float]) -> str:
+        return ", ".join(f"{n} {a:.4g} to {b:.4g}" for n, a, b in zip("xyz", low, high, strict=True))
+
+    size, grid, order, extent = info["bytes_per_gaussian"], info["grid"], info["order"], info["extent"]
+    schedule = f" of a schedule of {info['schedule_steps']:,}" if info["schedule_steps"] else ""
+    half = ", colours of higher degrees in 16 bits" if info["half"] else ""
+    lines = [
+        ("checkpoint", info["checkpoint"]),
+        ("step", f"{info['step']:,}{schedule}"),
+        ("Gaussians", f"{info['gaussians']:,}, SH degree {info['sh_degree']}{half}"),
+        (
+            "memory",
+            f"{size['total']:,} bytes a Gaussian: {size['columns']:,} to render, {size['optimizer']:,} to train; "
+            f"{size['total'] * info['gaussians'] / 2**20:,.1f} MiB in all",
+        ),
+    ]
+    if info["not_finite"]:
+        lines.append(("not finite", f"{info['not_finite']:,} Gaussians: they are not drawn"))
+    if extent is not None:
+        lines += [
+            ("extent", box(extent["low"], extent["high"])),
+            ("  of 99 %", box(extent["most_low"], extent["most_high"])),
+        ]
+    lines += [
+        (
+            "grid",
+            f"{grid['in_use']}: {_count(grid['voxels'], 'voxel')} of {grid['voxel_size']:.4g} with "
+            f"{grid['gaussians_per_voxel']:,.0f} Gaussians on average",
+        ),
+        (
+            "order",
+            f"{order['out_of_order']:.1%} of neighbouring rows in the wrong order of voxels; 256 rows span "
+            f"{order['run_extent'] / 3:.3g} an axis",
+        ),
+    ]
+    for shard in info["shards"]:
+        memory = shard["pages"] * kPageBytes / 2**20
+        text = f"{shard['rows']:,} Gaussians, {_count(shard['pages'], 'page')} ({memory:,.0f} MiB to render)"
+        lines.append((shard["name"], text))
+    if info["trained_on"] and info["trained_on"] != [shard["name"] for shard in info["shards"]]:
+        lines.append(("trained on", ", ".join(info["trained_on"])))
+    if "picture" in info:
+        lines.append(("picture", info["picture"]))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
