@@ -35,7 +35,7 @@ class Summary:
     def __str__(self) -> str:
         return (
             f"{self.in_use}, {self.voxels:,} voxel{'' if self.voxels == 1 else 's'} of {self.voxel_size:.3g} with "
-            f"{self.rows_per_voxel:,.0f} Gaussians on average"
+            f"{self.rows_per_voxel:,.0f} splats on average"
         )
 
 
