@@ -122,7 +122,9 @@ HOST_DEVICE inline float patch_step_backward(float alpha, float weight, float tr
 // superset, by less than 0.02 px + 0.1 % of the box; never beyond the box by more than 0.02 px.
 //
 // On the line dy off the mean the ellipse spans -b/a dy -+ w sqrt(1 - (dy / half_height)^2), and it is widest
-// to the right at dy = -b/c half_width; w = half_width sqrt(1 - b^2/ac).
+// to the right at dy = -b/c half_width; w = half_width sqrt(1 - b^2/ac). kRows: of patches, from the tile's
+// first or from where `tile_y` says.
+template <int kRows = kPatchesDown>
 HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic[3],
                                         const float half_extent[2], float tile_x, float tile_y) {
   constexpr float kMargin = 0.01f;
@@ -137,7 +139,7 @@ HOST_DEVICE inline uint32_t patches_met(const float mean2d[2], const float conic
   const float top_edge = tile_y + 0.5f - mean2d[1];
   uint32_t met = 0;
 #pragma unroll
-  for (int row = 0; row < kPatchesDown; ++row) {
+  for (int row = 0; row < kRows; ++row) {
     const float top = top_edge + static_cast<float>(row * kPatchY), bottom = top + (kPatchY - 1);
     const float dy_right = smaller(larger(extreme, top), bottom),
                 dy_left = smaller(larger(-extreme, top), bottom);
