@@ -38,9 +38,12 @@ class Variant:
     replacements: list[tuple[str, str]] = field(default_factory=list)
 
 
-def run(command: list[str]) -> str:
-    """Standard output; an error shows what the command said."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def run(command: list[str], seconds: float | None = None) -> str:
+    """Standard output; an error shows what the command said, or that it took longer than `seconds`."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command)}: not done in {seconds:.0f} s") from error
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout
