@@ -116,17 +116,22 @@ def main() -> None:
             return
         scenes = [SCENES[number] for number in options.scenes]
         arguments = [str(value) for scene in scenes for value in scene[:3]]
-        lines = {}
+        lines: dict[str, list[list[str]]] = {}
         for name in names:
             command = [str(folder / f"forward_{name}"), str(folder), options.mode, *arguments]
-            lines[name] = [line.split() for line in run(command).splitlines()]
+            try:
+                lines[name] = [line.split() for line in run(command, seconds=20).splitlines()]
+            except RuntimeError as error:
+                if name == "base":
+                    raise
+                print(f"{name} failed: {error}", flush=True)
         print(
             "milliseconds: project (with the read-back), bin, blend, blend without a way back, blend backward"
         )
         for number, scene in enumerate(scenes):
             base = lines["base"][number]
             print(f"{scene[3]}: records, pairs, patches, buckets: {', '.join(base[5:9])}")
-            for name in names:
+            for name in lines:
                 values = lines[name][number]
                 times = " ".join(f"{float(value):7.3f}" for value in values[:5])
                 same = values[5:8] + values[9:11] == base[5:8] + base[9:11]
