@@ -117,6 +117,28 @@ def test_a_run_resumed_on_other_shards_stays_close_to_the_uninterrupted_one(resu
     assert typical < 1e-4
 
 
+def test_a_run_on_several_shards_logs_its_links_and_its_placement(resumed: Path) -> None:
+    """In tensorboard; a run on one shard has no such numbers."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def last_values(run: str) -> dict[str, float]:
+        events = EventAccumulator(str(resumed / run))
+        events.Reload()
+        return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+
+    moved = last_values("moved")
+    found = {tag.split("Train Metrics Dict/")[-1]: value for tag, value in moved.items()}
+    assert found["links/records_mib"] == pytest.approx(
+        found["links/gradients_mib"], rel=0.2
+    )  # renders have no way back
+    assert found["links/remote_rows"] > 0
+    assert 0 < found["links/remote_share"] <= 1
+    assert 1 <= found["links/load_imbalance"] <= 3
+    assert 1 <= found["placement/home_row_imbalance"] <= 2.1
+    assert found["placement/pages_moved"] >= 0
+    assert not [tag for tag in last_values("whole") if "links/" in tag or "placement/" in tag]
+
+
 def test_checkpoints_load_with_weights_only_and_hold_what_resuming_needs(resumed: Path) -> None:
     path = checkpoint.find(resumed / "whole" / "nerfstudio_models")
     state = torch.load(path, map_location="cpu", weights_only=True)
