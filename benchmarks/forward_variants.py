@@ -10,6 +10,8 @@ What is expected of the variants:
 - `finish_N`, `record_N`: blocks of a kernel on a processor, so registers against warps.
 - `look_1`: how many words of the running sum a lane asks for at a time.
 - `heavy_N`: tiles with N times the mean length are blended in halves (4).
+- `match`: four instructions a bit of a digit, not seven, to find the lanes with the same; `values`: a sort's values are asked
+  for with its keys.
 - `strips`: warps of a tile do not wait for each other at every batch (46 % of all samples at 9 M rows on 1080p): each tests
   the tile's records for its own two patches. The first bucket of a patch has its place and keeps no state. `strips_N`: N of 8
   blocks; `strips_1`: one warp a block; `strips_ca`: records through the L1; `strips_2`: tiles of twice the mean are heavy.
@@ -48,6 +50,44 @@ def of_blend(*replacements: tuple[str, str]) -> Variant:
     return Variant("blend.cu", ("blend",), list(replacements))
 
 
+def of_radix(*replacements: tuple[str, str]) -> Variant:
+    """A variant of the radix sort."""
+    return Variant("radix.h", ("bin",), list(replacements))
+
+
+MATCH = (
+    """    const bool set = digit & bit;
+    const unsigned with = __ballot_sync(kAllLanes, set);
+    same &= set ? with : ~with;
+""",
+    """    unsigned with;
+    asm volatile(
+        "{\\n.reg .pred set;\\n.reg .b32 masked;\\n"
+        "and.b32 masked, %1, %2;\\nsetp.ne.u32 set, masked, 0;\\n"
+        "vote.sync.ballot.b32 %0, set, 0xffffffff;\\n@!set not.b32 %0, %0;\\n}"
+        : "=r"(with)
+        : "r"(digit), "r"(bit));
+    same &= with;
+""",
+)
+VALUES = (
+    (
+        "    key[i] = at < held ? in.key[begin + at] : Key{};\n  }\n",
+        """    key[i] = at < held ? in.key[begin + at] : Key{};
+  }
+  int32_t value[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int at = first + i * kWarp;
+    value[i] = in.value && at < held ? in.value[begin + at] : static_cast<int32_t>(begin + at);
+  }
+""",
+    ),
+    (
+        "shared.value[place[i]] = in.value ? in.value[begin + at] : static_cast<int32_t>(begin + at);",
+        "shared.value[place[i]] = value[i];",
+    ),
+)
 BLEND = (ROOT / "cuda/splat/blend.cu").read_text()
 STRIPS = (ROOT / "benchmarks/blend_strips.cu").read_text()
 VARIANTS: dict[str, Variant] = {
@@ -59,6 +99,9 @@ VARIANTS: dict[str, Variant] = {
     "look_1": of_project(("sum_of_blocks_before<4>", "sum_of_blocks_before<1>")),
     "heavy_8": of_blend(("kHeavyOfMany = 4,", "kHeavyOfMany = 8,")),
     "heavy_16": of_blend(("kHeavyOfMany = 4,", "kHeavyOfMany = 16,")),
+    "match": of_radix(MATCH),
+    "values": of_radix(*VALUES),
+    "match_values": of_radix(MATCH, *VALUES),
     "strips": of_blend((BLEND, STRIPS)),
     "strips_7": of_blend(
         (BLEND, STRIPS), ("kBlendBlocks = 32 / kBlendWarps;", "kBlendBlocks = 28 / kBlendWarps;")
