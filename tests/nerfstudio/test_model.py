@@ -17,7 +17,7 @@ import torch
 from nerfstudio_tools import environment
 
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
-from ns_mgpu_splat.nerfstudio.model import GaussParams, MgpuSplatModel, view_matrix
+from ns_mgpu_splat.nerfstudio.model import GaussParams, MgpuSplatModel, MgpuSplatModelConfig, view_matrix
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
 
 
@@ -68,6 +68,24 @@ def test_properties_have_the_shapes_that_the_exporter_reads(seeded: MgpuSplatPip
     assert sorted(np.round(colors).astype(int).sum(axis=1)) == sorted(expected.astype(int).sum(axis=1)), (
         order[0].shape
     )
+
+
+def test_seeds_are_put_in_order_of_space_unless_that_is_off(
+    seeded: MgpuSplatPipeline, nerfstudio_folder: scene.Scene
+) -> None:
+    from ns_mgpu_splat.partition.order import measure
+
+    as_given = make_pipeline(nerfstudio_folder.root, reorder_decay=0).model
+    assert sum(measure(seeded.model.table.means).descents) == 0
+    assert sum(measure(as_given.table.means).descents) > 0
+    rows, given = (
+        sorted(map(tuple, model.table.means.detach().cpu().tolist())) for model in (seeded.model, as_given)
+    )
+    assert rows == given
+    assert "Gaussians are kept in order of space" in seeded.model.grid_text()
+    assert "Gaussians are left in any order" in as_given.grid_text()
+    with pytest.raises(SystemExit, match=r"--pipeline.model.reorder-decay is 0.5, it must be above 1, or 0"):
+        MgpuSplatModelConfig(reorder_decay=0.5)
 
 
 def test_looking_for_viewer_controls_computes_no_colours(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -66,6 +67,8 @@ def resumed(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFac
         folder,
     )
     assert [r["code"] for r in results] == [0] * 4, results
+    said = " ".join(str(results[0]["out"]).split())
+    assert re.search(r"Sparse grid: .+, [\d,]+ voxels? of \S+ with [\d,]+ splats on average\.", said)
     (result,) = train_many(
         [[*data, "--timestamp", "moved", "--max-num-iterations", 40, "--load-dir", part]],
         folder,
