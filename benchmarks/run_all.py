@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("render.py", "train_step.py", "device.py")
+BENCHMARKS = ("render.py", "train_step.py", "device.py", "locality.py")
+HOST_MESHES = {"locality.py": "cpu:8"}  # else cpu:1
 GPU_BENCHMARKS = ("fast_step.py", "memory.py")
 
 
@@ -45,11 +46,8 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
-    if not arguments.gpu:
-        environment.setdefault("MGPU_DEVICES", "cpu:1")
-    print(
-        f"{machine()}, {time.strftime('%Y-%m-%d')}, MGPU_DEVICES={environment.get('MGPU_DEVICES', 'all GPUs')}"
-    )
+    mesh = os.environ.get("MGPU_DEVICES", "all GPUs" if arguments.gpu else "cpu:1")
+    print(f"{machine()}, {time.strftime('%Y-%m-%d')}, MGPU_DEVICES={mesh}")
     failed = []
     for name in (*BENCHMARKS, *(GPU_BENCHMARKS if arguments.gpu else ())):
         target = arguments.output / name.replace(".py", ".json")
@@ -57,6 +55,8 @@ def main() -> int:
         command = [sys.executable, str(HERE / name), "--json", str(target)]
         if name == "fast_step.py" and arguments.peer_site:
             command += ["--peer", "gsplat", "--peer-site", str(arguments.peer_site)]
+        if not arguments.gpu and "MGPU_DEVICES" not in os.environ:
+            environment["MGPU_DEVICES"] = HOST_MESHES.get(name, "cpu:1")
         done = subprocess.run(command, env=environment)
         if done.returncode != 0:
             failed.append(name)
