@@ -8,7 +8,8 @@ often it is seen. So no shard has more than twice its share of the rows, and non
 Hysteresis. A boundary stays where it is while the cost before it is within `tolerance` of what it should be; else it
 moves to where it is exactly right, so what is measured with an error below the tolerance never moves pages to and fro.
 And all moves together must pay: the seconds that the steps until the next chance save, by bytes that a step moves in
-memory, must exceed the seconds that the pages take over the links.
+memory, must exceed the seconds that the pages take over the links. But a shard that holds far more rows than the others
+(`crowded`) gives some away whatever it costs: where memory is full, the run ends.
 
 Boundaries are cut at rows where the widest column (`shN`) begins a page, if a shard has `align_pages` of these or more;
 in smaller tables at any row, because there a page is a large part of a shard. In the other columns, and in small tables,
@@ -48,6 +49,8 @@ class PlacementSettings:
     """Steps until the next chance to move pages."""
     align_pages: int = 16
     """Pages of the widest column that a shard has at least, for boundaries to lie at pages."""
+    crowded: float = 1.5
+    """Largest over mean number of rows of a shard above which pages move even where that saves no time."""
     blocks: int = 1024
     """Pieces of the sequence of rows for which costs are known; never below 256 rows each."""
     row_bytes: float = 28.0
@@ -104,6 +107,11 @@ class CostMap:
 def imbalance(costs: Floats) -> float:
     """Largest over mean; 1 where there is nothing."""
     return float(costs.max() / costs.mean()) if len(costs) and costs.sum() > 0 else 1.0
+
+
+def row_imbalance(homes: Sequence[tuple[int, int]]) -> float:
+    """The same of the numbers of rows."""
+    return imbalance(np.array([end - begin for begin, end in homes], np.float64))
 
 
 def page_starts(rows: int, row_bytes: int, shards: int, align_pages: int) -> NDArray[np.int64] | None:
@@ -232,7 +240,7 @@ class Placement:
         self.report = PlacementReport(
             moved,
             imbalance(costs.of(homes)),
-            imbalance(np.array([end - begin for begin, end in homes], np.float64)),
+            row_imbalance(homes),
             sum(torch.mgpu.misplaced_bytes(tensor.detach()) for tensor in tensors),  # type: ignore[attr-defined]
         )
         return self.report
@@ -274,7 +282,7 @@ class Placement:
         stay: Sequence[tuple[int, int]],
         homes: Sequence[tuple[int, int]],
     ) -> bool:
-        """Whether the steps until the next chance save more seconds than moving pages takes."""
+        """Whether the steps until the next chance save more seconds than moving pages takes, or a shard is crowded."""
         if list(stay) == list(homes):
             return True
         settings, rows = self.settings, table.num_rows
@@ -287,8 +295,7 @@ class Placement:
         step_bytes = rows * (settings.row_bytes + seen * settings.seen_bytes) / len(homes)
         gain = imbalance(costs.of(stay)) - imbalance(costs.of(homes))
         saved = settings.horizon * gain * step_bytes / settings.memory_speed
-        # what cannot be had in memory at all counts as well: a shard must not hold more than twice its share
-        crowded = max(end - begin for begin, end in stay) > 2.5 * rows / len(stay)
+        crowded = row_imbalance(stay) > max(settings.crowded, row_imbalance(homes))
         return crowded or saved > moved_rows * bytes_a_row / settings.page_speed
 
 

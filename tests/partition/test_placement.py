@@ -210,6 +210,20 @@ def test_moves_that_do_not_pay_are_left_alone(table: SplatTable) -> None:
     assert table.homes != homes
 
 
+def test_growth_at_the_end_crowds_no_shard(table: SplatTable) -> None:
+    """5 % more rows a round, all behind the last: no time is saved by moving (horizon 1), but no shard may be too full."""
+    placement = Placement(PlacementSettings(horizon=1))
+    moving, rounds = 0, 14
+    for _ in range(rounds):
+        table.grow(min(2 * ROWS, table.num_rows * 21 // 20))
+        before = table.placed
+        report = placement.update(table)
+        assert report.row_imbalance <= 1.5
+        moving += [end for _, end in table.homes[:-1]] != [end for _, end in before[:-1]]
+    assert table.num_rows > 1.9 * ROWS
+    assert 1 <= moving <= rounds // 2  # several rounds' growth is dealt at once
+
+
 def test_what_was_seen_is_carried_over_by_place(table: SplatTable) -> None:
     """Rows turned round and grown by a tenth: the dear end is at the other end now."""
     rate = torch.where(torch.arange(ROWS) < ROWS // 4, 0.5, 0.001)
