@@ -223,6 +223,7 @@ class MgpuSplatModel(SplatfactoModel):
         self.gauss_params = GaussParams({name: columns[column] for name, column in kColumnOf.items()})
         self.optimizer: Any = None
         self.strategy: Any = None
+        self._densify_due: list[int] = []
         self.placement: Any = None
         self.link_meter = LinkMeter()
         self.camera_optimizer: CameraOptimizer = config.camera_optimizer.setup(
@@ -356,8 +357,14 @@ class MgpuSplatModel(SplatfactoModel):
         self.step = step
 
     def _densify(self, step: int) -> None:
-        if self.strategy is not None:
-            self.strategy.post_step(self.table, self.optimizer, step)
+        if self.strategy is None:
+            return
+        self._densify_due.append(step)
+        if self.optimizer.pending:
+            return  # rows stay as they are while gradients of theirs accumulate
+        for due in self._densify_due:
+            self.strategy.post_step(self.table, self.optimizer, due)
+        self._densify_due.clear()
 
     def active_sh_degree(self) -> int:
         """The SH degree of the current step."""

@@ -223,6 +223,9 @@ class MgpuSplatTrainer(Trainer):
         self._native: NativeSteps | None = None
         self._unlogged: tuple[int, StepResult, float] | None = None
         self._clock = StepClock()
+        self._whole_step = -1  # the latest one after which no gradients waited
+        self._evaluation_due: int | None = None
+        self._save_due = False
         self.stop_training = False
 
     # ---- setting up -----------------------------------------------------------------------------------------------
@@ -384,7 +387,7 @@ class MgpuSplatTrainer(Trainer):
                 self.step = step
                 while self.training_state == "paused" and not self._stopping():
                     time.sleep(0.01)
-                if self._stopping():
+                if self._stopping() and not self._accumulating():
                     self.step = step - 1
                     break
                 self._one_step(step)
@@ -451,6 +454,10 @@ class MgpuSplatTrainer(Trainer):
         else:
             CONSOLE.print(f"Steps go through autograd, which is slower: {why}.")
 
+    def _accumulating(self) -> bool:
+        """Whether gradients wait for the optimizer's step: rows must stay as they are, and no checkpoint is whole."""
+        return bool(self.optimizers.table.pending)
+
     def _one_step(self, step: int) -> None:
         try:
             with self.train_lock:
@@ -459,6 +466,7 @@ class MgpuSplatTrainer(Trainer):
                 self._call_back(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
                 result = self.train_iteration(step)
                 self._call_back(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+            self._after_step(step, result)
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._give_up(step, f"memory ran out. {error}")
         except ImageError as error:
@@ -466,22 +474,34 @@ class MgpuSplatTrainer(Trainer):
         except Exception as error:  # whatever it was, hours of training are worth a try to save them
             CONSOLE.print(traceback.format_exc(), markup=False, soft_wrap=True)
             self._give_up(step, f"{type(error).__name__}: {error}")
+
+    def _after_step(self, step: int, result: StepResult) -> None:
+        """Show, evaluate and save what is due; where gradients accumulate, once they have been applied."""
         # numbers are read a step late, when they are there: asking for those of this step would wait for the device
         self._log_waiting()
         if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
             self._unlogged = (step, result, self._clock.lap(step))
         self._update_viewer_state(step)
+        end = self.config.max_num_iterations
         if self._evaluates_at(step) and len(self.pipeline.datamanager.eval_dataset) > 0:
+            self._evaluation_due = step
+        # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
+        self._save_due |= (step + 1) % max(1, self.config.steps_per_save) == 0 and step + 1 < end
+        if self._accumulating():
+            return
+        self._whole_step = step
+        if self._evaluation_due is not None:
             self._log_waiting()
             with self._clock.stopped():
-                self._evaluate(step)
-        # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
-        if (step + 1) % max(1, self.config.steps_per_save) == 0 and step + 1 < self.config.max_num_iterations:
+                self._evaluate(self._evaluation_due)
+            self._evaluation_due = None
+        if self._save_due:
+            self._save_due = False
             self._log_waiting()
             self._check_loss(step, result)
             with self._clock.stopped():
                 self.save_checkpoint(step)
-        elif self._stopping() or step + 1 == self.config.max_num_iterations:
+        elif self._stopping() or step + 1 == end:
             self._check_loss(step, result)  # it will be saved
 
     def _check_loss(self, step: int, result: StepResult) -> None:
@@ -511,11 +531,12 @@ class MgpuSplatTrainer(Trainer):
                 self.eval_iteration(step)
         except EvaluationStopped:
             CONSOLE.print("The evaluation was left.")
-        except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
+        except Exception as error:
             CONSOLE.print(
                 f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]"
             )
-            CONSOLE.print(str(error), markup=False)
+            foreseen = isinstance(error, (torch.OutOfMemoryError, MemoryError, ImageError))
+            CONSOLE.print(str(error) if foreseen else traceback.format_exc(), markup=False)
         writer.write_out_storage()
 
     def _log_waiting(self) -> None:
@@ -547,12 +568,14 @@ class MgpuSplatTrainer(Trainer):
 
     def _give_up(self, step: int, why: str) -> None:
         """End the run with what the last whole step left; older checkpoints stay."""
-        saved = "No step was finished: there is nothing to save."
-        if step > self._start_step:
+        saved, whole = "No step was finished: there is nothing to save.", self._whole_step
+        if whole >= self._start_step:
             try:
                 self.optimizers.table.zero_pending()
-                path = self._save(step - 1, keep_others=True)
-                saved = f"Step {step:,} is saved: {path}. To go on:\n  {self._resume_command(path.parent)}"
+                path = self._save(whole, keep_others=True)
+                saved = (
+                    f"Step {whole + 1:,} is saved: {path}. To go on:\n  {self._resume_command(path.parent)}"
+                )
             except Exception as error:  # a device that has failed fails again
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 saved = f"It could not be saved either ({first}). {self._saved_before()}"
@@ -642,9 +665,9 @@ class MgpuSplatTrainer(Trainer):
             return  # Nerfstudio's end of training saves once more
         try:
             self._save(step)
-        except (CheckpointError, torch.OutOfMemoryError, MemoryError) as error:
+        except (CheckpointError, RuntimeError, MemoryError) as error:
             if self.training_state == "completed":
-                raise SystemExit(f"mgpu-splat: {error}") from None
+                raise SystemExit(f"mgpu-splat: {error} {self._saved_before()}") from None
             CONSOLE.print(
                 f"Step {step + 1:,} could not be saved; training goes on. {error}",
                 style="bold red",
@@ -653,6 +676,10 @@ class MgpuSplatTrainer(Trainer):
 
     def _save(self, step: int, keep_others: bool = False) -> Path:
         with self.train_lock:
+            if (
+                self._accumulating()
+            ):  # only at the end of the run: a group of gradients that never became whole
+                self.optimizers.table.zero_pending()
             self.optimizers.flush()
             state = {
                 "format": checkpoint.kFormat,

@@ -100,6 +100,45 @@ def test_when_it_is_saved_makes_no_difference_without_noise(
             assert float((found[name] - column).abs().median()) <= 1e-6, name
 
 
+def test_accumulated_gradients_are_whole_where_something_is_due(
+    lives: Lives, town: scene.Scene, tmp_path: Path
+) -> None:
+    """Three views a step: refinements after step 10 and 20, evaluations and saves wait for the third view."""
+    three = ["--gradient-accumulation-steps", "splats", 3, "--steps-per-save", 7]
+    whole = train(lives, town, tmp_path, "whole", *three, "--max-num-iterations", 36)
+    # the save after step 28 comes with step 30; what a run ends on in the middle of three is dropped
+    part = train(
+        lives,
+        town,
+        tmp_path,
+        "part",
+        *three,
+        "--max-num-iterations",
+        29,
+        "--save-only-latest-checkpoint",
+        False,
+    )
+    assert [step for step, _ in checkpoint.checkpoints(part)] == [28, 20, 14, 8]
+    again = train(
+        lives,
+        town,
+        tmp_path,
+        "again",
+        *three,
+        "--load-dir",
+        part,
+        "--load-step",
+        20,
+        "--max-num-iterations",
+        36,
+    )
+    expected, found = last(whole), last(again)
+    assert found["gaussians"] > 1500
+    assert found["optimizers"]["splats"]["steps"] == 12
+    for kind in ("pipeline", "optimizers"):
+        assert_same(found[kind], expected[kind])
+
+
 def test_a_run_changes_to_a_half_table_and_back(lives: Lives, town: scene.Scene, tmp_path: Path) -> None:
     """Half to whole keeps every bit; whole to half rounds to the nearest float16, relative error 2^-11 at most."""
     name = "_model.gauss_params.features_rest"

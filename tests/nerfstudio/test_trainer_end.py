@@ -48,6 +48,7 @@ def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(trainer, "_one_step", lambda step: events.append(f"step {step}"))
     trainer.optimizers = MagicMock()
     trainer.optimizers.state.return_value = {}
+    trainer.optimizers.table.pending = []
 
     def save(state: dict[str, Any], folder: Path, step: int, keep: bool) -> Path:
         events.append(f"save {step}")
