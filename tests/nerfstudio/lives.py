@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -150,6 +151,8 @@ def break_something(kind: str, number: int) -> None:
                 raise RuntimeError("blend: an illegal memory access")
             if kind == "image":
                 raise ImageError("images/0003.png cannot be read")
+            if kind == "limit":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
             if kind == "nan":
                 return StepResult(lambda: {"main_loss": math.nan}, lambda _: {})
             if kind == "sleep":

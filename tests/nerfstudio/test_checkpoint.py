@@ -125,6 +125,39 @@ def test_bytes_that_are_no_checkpoint_get_a_sentence(seed: int, tmp_path: Path) 
         checkpoint.read(file)
 
 
+def test_a_checkpoint_cut_anywhere_gets_a_sentence_that_names_a_whole_one(tmp_path: Path) -> None:
+    table = {"means": torch.rand(40_000, 3), "shN": torch.rand(40_000, 15, 3)}
+    whole = checkpoint.save({"step": 1, "pipeline": table}, tmp_path, 1, True)
+    file = whole.read_bytes()
+    cut = tmp_path / "step-000000002.ckpt"
+    for length in [0, 1, 100, 4096, *range(5000, len(file), len(file) // 15), len(file) - 100, len(file) - 1]:
+        cut.write_bytes(file[:length])
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.read(cut)
+        expected = (
+            f"Checkpoint {cut} is cut short or damaged. A whole one is beside it: --load-checkpoint {whole}."
+        )
+        assert str(error.value) == expected, length
+
+
+def test_a_disk_that_takes_no_more_keeps_the_older_checkpoint(tmp_path: Path) -> None:
+    """The kernel itself refuses: RLIMIT_FSIZE needs no full disk. 8 MB are too much, 1 MB is not."""
+    program = (
+        "import resource, sys, torch; from pathlib import Path; from ns_mgpu_splat.nerfstudio import checkpoint\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))\n"
+        "for step, size in enumerate((1 << 18, 1 << 21)):\n"
+        "    state = {'step': step, 'pipeline': {'a': torch.zeros(size)}}\n"
+        "    checkpoint.save(state, Path(sys.argv[1]), step, False)\n"
+    )
+    folder = tmp_path / "nerfstudio_models"
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"CheckpointError: {folder}/step-000000001.ckpt could not be written (" in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["step-000000000.ckpt"]
+    assert checkpoint.read(checkpoint.find(folder))["pipeline"]["a"].shape == (1 << 18,)
+    assert not list(tmp_path.glob(".step-*"))
+
+
 def test_the_unfinished_file_of_a_killed_save_is_removed_by_the_next(tmp_path: Path) -> None:
     """A process that still writes holds a lock; process numbers are used again and say nothing."""
     folder = tmp_path / "nerfstudio_models"

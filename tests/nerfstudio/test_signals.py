@@ -157,6 +157,25 @@ def test_a_disk_that_is_too_small_ends_before_the_first_step(
     assert "Traceback" not in said(life)
 
 
+def test_a_disk_that_fills_up_is_said_and_costs_no_step(
+    lives: Lives, town: scene.Scene, tmp_path: Path
+) -> None:
+    """From step 6 on the kernel takes no file of more than 1 MB; a checkpoint has 1.4."""
+    life = lives.begin(
+        [*options(town, tmp_path, "--steps-per-save", 4, "--max-num-iterations", 10), "fault:limit:5"]
+    )
+    assert lives.end() == 1
+    assert life.steps() == list(range(10))
+    text = said(life)
+    assert "Step 8 could not be saved; training goes on." in text
+    assert f"mgpu-splat: {models_in(tmp_path)}/step-000000009.ckpt could not be written" in text
+    assert "Step 4 is saved" in text
+    assert "Traceback" not in text
+    again = lives.begin([*command_in(text, tmp_path), "--max-num-iterations", 6])
+    assert lives.end() == 0, said(again)
+    assert again.steps() == [4, 5]
+
+
 def test_a_signal_is_answered_in_an_evaluation(lives: Lives, town: scene.Scene, tmp_path: Path) -> None:
     """An evaluation of many images is left between two of them; the step before it is saved."""
     all_images = ["--pipeline.datamanager.dataparser.eval-mode", "all", "--steps-per-eval-all-images", 3]
