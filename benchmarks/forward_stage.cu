@@ -212,7 +212,7 @@ void measure(const std::string& folder, const std::string& mode, int grid, int w
       frame.replays = true;
     }
     frame.images = {{rgb.data(), nullptr, accumulation.data()}};
-    assign_tiles(frame);
+    order_tiles(frame);
     synchronise_shards();
     const auto at = [&](int i) { CUDA_CHECK(cudaEventRecord(mark[i], stream)); };
     at(0);

@@ -22,8 +22,19 @@ struct View {
   int width, height;  // pixels
   int tiles_x, tiles_y;
   int64_t tile_begin;  // of this view's first tile among the tiles of all views
+  // The order in which owners take ranges of tiles (splat/curve.h), memory of whoever reads the view; null:
+  // row by row.
+  const int32_t *position_from_tile, *tile_from_position;
 
   HOST_DEVICE int64_t tile_count() const { return int64_t{tiles_x} * tiles_y; }
+  // Place of a tile among those of all views; `tile` is y * tiles_x + x.
+  HOST_DEVICE int64_t position_of(int64_t tile) const {
+    return tile_begin + (position_from_tile ? position_from_tile[tile] : tile);
+  }
+  HOST_DEVICE int64_t tile_at(int64_t position) const {
+    const int64_t place = position - tile_begin;
+    return tile_from_position ? tile_from_position[place] : place;
+  }
 };
 
 // A view from a row-major 4x4 world-to-camera matrix (its last row is not read) and intrinsics in pixels.

@@ -1,18 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// assign.h: stage 3: which shard blends which tiles. Ranges of tiles, counted over all views, row by row.
+// assign.h: stage 3: which shard blends which tiles: ranges along a curve through the tiles of all views,
+// chosen by what each home's records meet (ranges.h).
 #pragma once
 #include "splat/frame.h"
 
 namespace mgpu::splat {
 
-// Fills frame.owners[*].tiles: equal ranges in this version, whatever the tiles hold.
+// Before stage "project": fills frame.owners and, on several shards, the curves of the views. On a mesh of
+// one shard its range is all tiles, row by row.
+void order_tiles(Frame& frame);
+
+// Stage "assign", after "project": fills frame.ranges, frame.owners[*].tiles, and at home range_mask, remote
+// and the counts of the parcels. On a mesh of one shard all that is clear; CUDA: since stage "project".
 void assign_tiles(Frame& frame);
 
-// What blending `tiles` tiles with `pairs` pairs of (tile, record) costs, in pairs.
-constexpr int64_t kTileCost = 8;
-constexpr int64_t blending_cost(int64_t pairs, int64_t tiles) { return pairs + kTileCost * tiles; }
+// ---- what both flavours share
 
-// The owner of a tile, for the ranges made by assign_tiles.
-int owner_of_tile(const Frame& frame, int64_t tile);
+// What a home's records are to each range, as words side by side.
+struct RangeCounts {
+  int64_t ranges, views;
+
+  constexpr int64_t words() const { return ranges * views + ranges + 1; }
+  constexpr int64_t parcel(int64_t range, int64_t view) const {
+    return range * views + view;
+  }  // records that meet it
+  constexpr int64_t alone(int64_t range) const {
+    return ranges * views + range;
+  }  // records that meet no other
+  constexpr int64_t met() const { return ranges * views + ranges; }  // records that meet any
+};
+RangeCounts range_counts(const Frame& frame);
+
+// Gives each range to the shard that keeps most records at home by it, exactly, and fills what assign_tiles
+// promises but for range_mask. counts: [shards, RangeCounts::words].
+void give_ranges(Frame& frame, const std::vector<uint64_t>& counts);
 
 }  // namespace mgpu::splat

@@ -28,9 +28,15 @@ struct BinInput {
   int num_views;
   int64_t records;
   RowRange tiles;
+  bool several;  // owners: tiles are along a curve, and those of a record may be others'
 
   __device__ __forceinline__ const View& view_of(int64_t r) const {
     return views[num_views > 1 ? view[r] : 0];
+  }
+  // Place in the owner's range of a tile, which is counted row by row: from the range's begin, or, if there
+  // are several owners, from the first one of its view.
+  __device__ __forceinline__ int64_t place_of(int64_t tile, const View& view) const {
+    return several ? view.position_of(tile) - tiles.begin : tile;
   }
 };
 
@@ -216,8 +222,8 @@ __global__ void __launch_bounds__(kThreads)
     if (cover[k].count > 0) {
       const View& view = in.view_of(record[k]);
       tiles_x = view.tiles_x;
-      corner =
-          view.tile_begin + int64_t{cover[k].tile_rect[1]} * tiles_x + cover[k].tile_rect[0] - in.tiles.begin;
+      corner = int64_t{cover[k].tile_rect[1]} * tiles_x + cover[k].tile_rect[0];
+      if (!in.several) corner += view.tile_begin - in.tiles.begin;
     }
     // ceil(65536 / columns) divides places in the mask, which are below 32
     const int packed = columns > 1 ? ((65535 + columns) / columns << 8 | columns) : 1;
@@ -233,7 +239,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t tile = __shfl_sync(kAllLanes, corner, source) + row * row_tiles + bit - row * width;
       const int64_t place = base + __shfl_sync(kAllLanes, begin[k], source) + ordinal;
       const int32_t of = __shfl_sync(kAllLanes, record[k], source);
-      if (pair < small_total) put(place, tile, of);
+      if (pair < small_total) put(place, in.several ? in.place_of(tile, in.view_of(of)) : tile, of);
     }
   }
 
@@ -248,24 +254,27 @@ __global__ void __launch_bounds__(kThreads)
     if (math::make_tile_ellipse(large.mean2d, large.conic, large.opacity, ellipse)) {
       for (int top = large.tile_rect[1]; top < large.tile_rect[3]; top += kWarp) {
         const int y = top + lane;
-        int64_t row_first = 0, row_end = 0;  // the owner's part of the row
+        int64_t row_first = 0;
+        int width = 0;
         if (y < large.tile_rect[3]) {
           const math::TileSpan span = math::tile_span_of(ellipse, view, large.tile_rect, y);
-          const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
-          row_first = max(row + span.begin, in.tiles.begin) - in.tiles.begin;
-          row_end = min(row + span.end, in.tiles.end) - in.tiles.begin;
+          row_first = int64_t{y} * view.tiles_x + span.begin;
+          if (!in.several) row_first += view.tile_begin - in.tiles.begin;
+          width = span.end - span.begin;
         }
-        const int width = row_first < row_end ? static_cast<int>(row_end - row_first) : 0;
         const int width_to = sum_of_lanes_to(width), width_before = width_to - width;
         const int rows_total = __shfl_sync(kAllLanes, width_to, kWarp - 1);
         for (int start = 0; start < rows_total; start += kWarp) {
           const int pair = start + lane, source = last_lane_at(width_before, pair);
           const int64_t tile =
               __shfl_sync(kAllLanes, row_first, source) + pair - __shfl_sync(kAllLanes, width_before, source);
-          const int32_t ordinal = listed + pair;
-          if (pair < rows_total && ordinal < count) put(base + of.begin + ordinal, tile, of.record);
+          const int64_t to = pair < rows_total ? in.place_of(tile, view) : -1;
+          const bool mine = to >= 0 && to < in.tiles.size();
+          const unsigned lanes = __ballot_sync(kAllLanes, mine);
+          const int32_t ordinal = listed + __popc(lanes & ((1u << lane) - 1u));
+          if (mine && ordinal < count) put(base + of.begin + ordinal, to, of.record);
+          listed += __popc(lanes);
         }
-        listed += rows_total;
       }
     }
     for (int32_t ordinal = listed + lane; ordinal < count; ordinal += kWarp)
@@ -360,7 +369,8 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
                     frame.constants[static_cast<size_t>(self)].views,
                     static_cast<int>(frame.views.size()),
                     owner.received(),
-                    owner.tiles};
+                    owner.tiles,
+                    frame.homes.size() > 1};
   if (frame.homes.size() > 1) measure(in, self, owner);
   if (owner.tiles.size() < int64_t{1} << 16)
     list_tiles<uint16_t>(in, self, owner);

@@ -18,18 +18,17 @@ namespace {
 
 constexpr int64_t kGrain = 2048;  // records a piece
 
-// Calls visit(tile) for every tile of the owner's range that the record touches, ascending; tile is counted
+// Calls visit(tile) for every tile of the owner's range that the record touches, row by row; tile is counted
 // from the range's begin.
 template <typename Visit>
 void for_each_tile(const View& view, const Record& record, const math::TileEllipse& ellipse, RowRange tiles,
                    const Visit& visit) {
   for (int y = record.tile_rect[1]; y < record.tile_rect[3]; ++y) {
-    const int64_t row_begin = view.tile_begin + int64_t{y} * view.tiles_x;
-    if (row_begin >= tiles.end || row_begin + view.tiles_x <= tiles.begin) continue;
     const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
-    const int64_t begin = std::max(row_begin + span.begin, tiles.begin);
-    const int64_t end = std::min(row_begin + span.end, tiles.end);
-    for (int64_t tile = begin; tile < end; ++tile) visit(tile - tiles.begin);
+    for (int x = span.begin; x < span.end; ++x) {
+      const int64_t position = view.position_of(int64_t{y} * view.tiles_x + x);
+      if (position >= tiles.begin && position < tiles.end) visit(position - tiles.begin);
+    }
   }
 }
 

@@ -207,10 +207,11 @@ py::dict frame_counts(const Frame& frame) {
   return counts;
 }
 
-// For tests of the exact bin stage: of each owner, its first tile, tile_begin and the rows of its lists.
-std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> frame_tile_lists(
+// For tests of the exact bin stage: of each owner, its tiles (counted row by row over all views) in the order
+// of its range, tile_begin and the rows of its lists.
+std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>> frame_tile_lists(
     const Frame& frame) {
-  std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> out;
+  std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>> out;
   for (size_t o = 0; o < frame.owners.size(); ++o) {
     const TileOwner& owner = frame.owners[o];
     std::vector<int64_t> row_of_record, rows;
@@ -222,7 +223,13 @@ std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>> fra
     }
     for (const TileEntry& entry : to_vector(owner.entry)) rows.push_back(row_of_record[entry.record]);
     for (const int32_t record : to_vector(owner.entry_record)) rows.push_back(row_of_record[record]);
-    out.emplace_back(owner.tiles.begin, to_vector(owner.tile_begin), rows);
+    std::vector<int64_t> tiles;
+    for (int64_t position = owner.tiles.begin; position < owner.tiles.end; ++position) {
+      size_t v = frame.views.size() - 1;
+      while (frame.views[v].tile_begin > position) --v;
+      tiles.push_back(frame.views[v].tile_begin + frame.views[v].tile_at(position));
+    }
+    out.emplace_back(tiles, to_vector(owner.tile_begin), rows);
   }
   return out;
 }

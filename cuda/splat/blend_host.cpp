@@ -32,11 +32,12 @@ struct TilePlace {
   int columns, rows;  // pixels inside the image
 };
 
-TilePlace place_of(const Frame& frame, int64_t tile) {
-  const auto after = std::partition_point(frame.views.begin(), frame.views.end(),
-                                          [tile](const View& view) { return view.tile_begin <= tile; });
+TilePlace place_of(const Frame& frame, int64_t position) {
+  const auto after =
+      std::partition_point(frame.views.begin(), frame.views.end(),
+                           [position](const View& view) { return view.tile_begin <= position; });
   const View& view = *(after - 1);
-  const int64_t local = tile - view.tile_begin;
+  const int64_t local = view.tile_at(position);
   TilePlace place;
   place.view = static_cast<int>(after - 1 - frame.views.begin());
   place.x = static_cast<int>(local % view.tiles_x) * kTileSize;
@@ -278,6 +279,21 @@ void blend_owner_backward(const Frame& frame, int self, TileOwner& owner, const 
   });
 }
 
+// What each received record has of its tiles, in list order; frees the slots.
+void sum_slots(int self, TileOwner& owner) {
+  constexpr int64_t kGrain = 4096;  // records a piece
+  owner.record_grad = Buffer<RecordGrad>(owner.received(), self);
+  parallel_for(owner.received(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      RecordGrad sum{};
+      for (int64_t slot = owner.slot_begin[r]; slot < owner.slot_begin[r + 1]; ++slot)
+        add_to(sum, owner.slot_grad[slot]);
+      owner.record_grad[r] = sum;
+    }
+  });
+  owner.slot_grad = Buffer<RecordGrad>();
+}
+
 // One plane of a tile from an image [H, W, channels]; zeros where there is no image or no pixel.
 void cut_plane(const float* image, int channels, int channel, const View& view, const TilePlace& place,
                float* plane) {
@@ -357,6 +373,7 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
       blend_owner_backward<true>(frame, shard.index, owner, image_grad[shard.index]);
     else
       blend_owner_backward<false>(frame, shard.index, owner, image_grad[shard.index]);
+    sum_slots(shard.index, owner);
   });
 }
 

@@ -85,7 +85,7 @@ __device__ __forceinline__ Part walk_tiles(const TileWalk& mine, bool wanted, co
   return own;
 }
 
-// The tiles of one owner; those of other owners are left out if kSeveral.
+// The tiles of one owner; those of other owners, anywhere in a row of tiles, are left out if kSeveral.
 template <bool kSeveral>
 struct CoverPart {
   RowRange tiles;
@@ -94,11 +94,15 @@ struct CoverPart {
 
   __device__ __forceinline__ void add(const TileWalk& walk, const View& view, int y, math::TileSpan span) {
     if constexpr (kSeveral) {
-      const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
-      const int64_t first = tiles.begin - row, last = tiles.end - row;
-      if (first > span.begin) span.begin = first < span.end ? static_cast<int>(first) : span.end;
-      if (last < span.end) span.end = last > span.begin ? static_cast<int>(last) : span.begin;
+      for (int x = span.begin; x < span.end; ++x) {
+        const int64_t position = view.position_of(int64_t{y} * view.tiles_x + x);
+        if (position >= tiles.begin && position < tiles.end) add_run(walk, y, {x, x + 1});
+      }
+    } else {
+      add_run(walk, y, span);
     }
+  }
+  __device__ __forceinline__ void add_run(const TileWalk& walk, int y, math::TileSpan span) {
     const int width = span.end - span.begin;
     count += width;
     patches += walk.box.in_span(y, span.begin, span.end);
@@ -124,29 +128,5 @@ __device__ __forceinline__ TileCover cover_of(const uint16_t rect[4], const Cove
   out.cover.count = part.count;
   return out.cover;
 }
-
-// The tiles of many owners: added up in shared memory, for each owner; the lane keeps which they are.
-struct OwnersPart {
-  const OwnerEnds* owners;
-  unsigned long long *pairs, *patches;  // shared, by owner
-  uint32_t mask;
-
-  __device__ __forceinline__ void add(const TileWalk& walk, const View& view, int y, math::TileSpan span) {
-    const int64_t row = view.tile_begin + int64_t{y} * view.tiles_x;
-    for (int begin = span.begin; begin < span.end;) {
-      const int owner = owners->owner_of(row + begin);
-      const int64_t last = owners->end[owner] - row;
-      const int end = last < span.end ? static_cast<int>(last) : span.end;
-      mask |= 1u << owner;
-      atomicAdd(pairs + owner, static_cast<unsigned long long>(end - begin));
-      const int32_t met = walk.box.in_span(y, begin, end);
-      if (met > 0) atomicAdd(patches + owner, static_cast<unsigned long long>(met));
-      begin = end;
-    }
-  }
-  __device__ __forceinline__ OwnersPart over_warp() const {
-    return {owners, pairs, patches, __reduce_or_sync(kAllLanes, mask)};
-  }
-};
 
 }  // namespace mgpu::splat

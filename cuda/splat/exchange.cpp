@@ -1,13 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// exchange.cpp: what both flavours count of an exchange.
+// exchange.cpp: who sends what to whom, for both flavours. Where an owner's memory can be reached, its
+// records are written there at once, and its gradients read there.
 #include "splat/exchange.h"
 
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "mesh/fork_join.h"
+#include "splat/transport.h"
 
 namespace mgpu::splat {
 
+namespace {
+
+// Fills owner.peer_begin from the parcels' counts. Throws std::runtime_error if record ids would not fit in
+// 32 bits.
 void count_received(const std::vector<std::vector<Parcel>>& parcels, int self, TileOwner& owner) {
   owner.peer_begin.assign(1, 0);
   for (const auto& from_home : parcels)
@@ -18,6 +27,83 @@ void count_received(const std::vector<std::vector<Parcel>>& parcels, int self, T
         " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
         "cameras in one call");
   }
+}
+
+// Calls visit(home, owner, parcel) for every parcel that is not empty, in order.
+template <typename Visit>
+void for_each_parcel(Frame& frame, const Visit& visit) {
+  const int shards = static_cast<int>(frame.homes.size());
+  for (int home = 0; home < shards; ++home) {
+    for (int owner = 0; owner < shards; ++owner) {
+      Parcel& parcel = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)];
+      if (parcel.count > 0) visit(home, owner, parcel);
+    }
+  }
+}
+
+}  // namespace
+
+void exchange_records(Frame& frame) {
+  const size_t shards = frame.homes.size();
+  for (size_t self = 0; self < shards; ++self)
+    count_received(frame.parcels, static_cast<int>(self), frame.owners[self]);
+#if MGPU_CUDA
+  if (shards == 1) return;
+#endif
+  std::vector<Shipment> shipments;
+  std::vector<std::vector<Record*>> target(shards, std::vector<Record*>(shards, nullptr));
+  for (size_t self = 0; self < shards; ++self) {
+    TileOwner& owner = frame.owners[self];
+    owner.record = Buffer<Record>(owner.received(), static_cast<int>(self));
+    owner.view = Buffer<int32_t>(owner.received(), static_cast<int>(self));
+  }
+  for_each_parcel(frame, [&](int home, int owner, Parcel& parcel) {
+    TileOwner& to = frame.owners[static_cast<size_t>(owner)];
+    Record* const place = to.record.data() + to.peer_begin[static_cast<size_t>(home)];
+    Record*& packed = target[static_cast<size_t>(home)][static_cast<size_t>(owner)];
+    packed = place;
+    if (transport().reaches(home, owner)) return;
+    parcel.record = Buffer<Record>(parcel.count, home);
+    packed = parcel.record.data();
+    shipments.push_back({home, owner, packed, place, parcel.count * static_cast<int64_t>(sizeof(Record))});
+  });
+  for_each_shard("pack", [&](const Shard& shard) {
+    flavour::pack(frame, shard.index, target[static_cast<size_t>(shard.index)]);
+  });
+  transport().ship("exchange", shipments);
+  for_each_shard("exchange", [&](const Shard& shard) { flavour::fill_views(frame, shard.index); });
+  for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.record = Buffer<Record>(); });  // delivered
+  for (ShardRecords& home : frame.shards) home.range_mask = Buffer<uint64_t>();
+}
+
+void return_gradients(Frame& frame) {
+  const size_t shards = frame.homes.size();
+#if MGPU_CUDA
+  if (shards == 1) {
+    frame.shards[0].grad = std::move(frame.owners[0].record_grad);
+    frame.owners[0].record_grad = Buffer<RecordGrad>();
+    return;
+  }
+#endif
+  std::vector<Shipment> shipments;
+  std::vector<std::vector<const RecordGrad*>> part(shards, std::vector<const RecordGrad*>(shards, nullptr));
+  for_each_parcel(frame, [&](int home, int owner, Parcel& parcel) {
+    const TileOwner& from = frame.owners[static_cast<size_t>(owner)];
+    const RecordGrad* const summed = from.record_grad.data() + from.peer_begin[static_cast<size_t>(home)];
+    const RecordGrad*& here = part[static_cast<size_t>(home)][static_cast<size_t>(owner)];
+    here = summed;
+    if (transport().reaches(owner, home)) return;
+    parcel.grad = Buffer<RecordGrad>(parcel.count, home);
+    here = parcel.grad.data();
+    shipments.push_back(
+        {owner, home, summed, parcel.grad.data(), parcel.count * static_cast<int64_t>(sizeof(RecordGrad))});
+  });
+  transport().ship("return", shipments);
+  for_each_shard("collect", [&](const Shard& shard) {
+    flavour::collect(frame, shard.index, part[static_cast<size_t>(shard.index)]);
+  });
+  for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.grad = Buffer<RecordGrad>(); });
+  for (TileOwner& owner : frame.owners) owner.record_grad = Buffer<RecordGrad>();
 }
 
 int64_t exchanged_bytes(const Frame& frame) {

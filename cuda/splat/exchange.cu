@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// exchange.cu: records to the owners of their tiles and gradients back: one contiguous copy per pair of
-// shards each way. On a mesh of one shard nothing moves. All sizes are known from the read-back of stage
-// "project".
+// exchange.cu: packing records for the owners of their tiles, and adding up what comes back. All sizes are
+// known from the read-back of stage "assign".
 #include "splat/exchange.h"
 
 #include <utility>
@@ -16,14 +15,14 @@ namespace {
 
 // ---- pack, at home
 
-// count: [owners, blocks] records of the block for the owner.
+// count: [ranges, blocks] records of the block for the range's owner.
 __global__ void __launch_bounds__(kThreads)
-    count_parcels_kernel(const uint32_t* owner_mask, int64_t records, int owners, int32_t* count) {
+    count_parcels_kernel(const uint64_t* range_mask, int64_t records, int ranges, int32_t* count) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const uint32_t mask = i < records ? owner_mask[i] : 0;
-  for (int owner = 0; owner < owners; ++owner) {
-    const int total = __syncthreads_count(mask >> owner & 1u);
-    if (threadIdx.x == 0) count[int64_t{owner} * gridDim.x + blockIdx.x] = total;
+  const uint32_t mask = i < records ? static_cast<uint32_t>(range_mask[i]) : 0;
+  for (int range = 0; range < ranges; ++range) {
+    const int total = __syncthreads_count(mask >> range & 1u);
+    if (threadIdx.x == 0) count[int64_t{range} * gridDim.x + blockIdx.x] = total;
   }
 }
 
@@ -34,55 +33,31 @@ struct ParcelTarget {
 
 // offset: the running sum of `count` above; a parcel's records keep their order.
 __global__ void __launch_bounds__(kThreads)
-    pack_kernel(const Record* record, const uint32_t* owner_mask, int64_t records, int owners,
+    pack_kernel(const Record* record, const uint64_t* range_mask, int64_t records, int ranges,
                 const int64_t* offset, const __grid_constant__ ParcelTarget out) {
   __shared__ int warp_count[kWarps];
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t mask = i < records ? owner_mask[i] : 0;
+  const uint32_t mask = i < records ? static_cast<uint32_t>(range_mask[i]) : 0;
   Record mine;
   if (mask) mine = load48(record + i);
-  for (int owner = 0; owner < owners; ++owner) {
-    const bool goes = mask >> owner & 1u;
+  for (int range = 0; range < ranges; ++range) {
+    const bool goes = mask >> range & 1u;
     const unsigned lanes = __ballot_sync(kAllLanes, goes);
     if (lane == 0) warp_count[warp] = __popc(lanes);
     __syncthreads();
     if (goes) {
-      int64_t position = offset[int64_t{owner} * gridDim.x + blockIdx.x] - offset[int64_t{owner} * gridDim.x];
+      int64_t position = offset[int64_t{range} * gridDim.x + blockIdx.x] - offset[int64_t{range} * gridDim.x];
       for (int w = 0; w < warp; ++w) position += warp_count[w];
       position += __popc(lanes & ((1u << lane) - 1u));
-      store48(out.record[owner] + position, mine);
-      out.record_from_parcel[owner][position] = i;
+      store48(out.record[range] + position, mine);
+      out.record_from_parcel[range][position] = i;
     }
     __syncthreads();
   }
 }
 
-void pack(Frame& frame, int home) {
-  const ShardRecords& in = frame.shards[static_cast<size_t>(home)];
-  const int owners = static_cast<int>(frame.owners.size());
-  ParcelTarget target{};
-  for (int owner = 0; owner < owners; ++owner) {
-    Parcel& parcel = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)];
-    parcel.record = Buffer<Record>(parcel.count, home);
-    parcel.record_from_parcel = Buffer<int64_t>(parcel.count, home);
-    target.record[owner] = parcel.record.data();
-    target.record_from_parcel[owner] = parcel.record_from_parcel.data();
-  }
-  if (in.count == 0) return;
-  const unsigned blocks = blocks_for(in.count, kThreads);
-  Buffer<int32_t> count(int64_t{blocks} * owners, home);
-  Buffer<int64_t> offset(count.size(), home);
-  const cudaStream_t stream = shard_stream(home);
-  count_parcels_kernel<<<blocks, kThreads, 0, stream>>>(in.owner_mask.data(), in.count, owners, count.data());
-  KERNEL_CHECK("pack", home, in.count);
-  exclusive_sum(count.data(), offset.data(), count.size(), home);
-  pack_kernel<<<blocks, kThreads, 0, stream>>>(in.record.data(), in.owner_mask.data(), in.count, owners,
-                                               offset.data(), target);
-  KERNEL_CHECK("pack", home, in.count);
-}
-
-// ---- pull, at the owner
+// ---- at the owner
 
 // view_begin: [views + 1], of one parcel.
 __global__ void __launch_bounds__(kThreads)
@@ -94,36 +69,7 @@ __global__ void __launch_bounds__(kThreads)
   view[i] = v;
 }
 
-void pull(Frame& frame, int self) {
-  TileOwner& owner = frame.owners[static_cast<size_t>(self)];
-  const int64_t total = owner.received();
-  owner.record = Buffer<Record>(total, self);
-  owner.view = Buffer<int32_t>(total, self);
-  if (frame.views.size() == 1) zero(owner.view);
-  for (size_t home = 0; home < frame.parcels.size(); ++home) {
-    const Parcel& parcel = frame.parcels[home][static_cast<size_t>(self)];
-    if (parcel.count == 0) continue;
-    copy_between(owner.record.data() + owner.peer_begin[home], self, parcel.record.data(),
-                 static_cast<int>(home), parcel.count * static_cast<int64_t>(sizeof(Record)));
-    if (frame.views.size() == 1) continue;
-    const Buffer<int64_t> view_begin = to_buffer(parcel.view_begin, self);
-    fill_views_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
-        view_begin.data(), static_cast<int>(frame.views.size()), parcel.count,
-        owner.view.data() + owner.peer_begin[home]);
-    KERNEL_CHECK("exchange", self, parcel.count);
-  }
-}
-
 // ---- the way back
-
-__device__ __forceinline__ void add(RecordGrad& sum, const RecordGrad& part) {
-  for (int i = 0; i < 2; ++i) sum.mean2d[i] += part.mean2d[i];
-  for (int i = 0; i < 3; ++i) sum.conic[i] += part.conic[i];
-  sum.opacity += part.opacity;
-  for (int i = 0; i < 3; ++i) sum.rgb[i] += part.rgb[i];
-  sum.depth += part.depth;
-  for (int i = 0; i < 2; ++i) sum.abs_mean2d[i] += part.abs_mean2d[i];
-}
 
 // A record is in a parcel once, so no two threads meet.
 __global__ void __launch_bounds__(kThreads)
@@ -133,53 +79,68 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= count) return;
   RecordGrad* to = grad + record_from_parcel[i];
   RecordGrad sum = load48(to);
-  add(sum, load48(part + i));
+  add_to(sum, load48(part + i));
   store48(to, sum);
-}
-
-void collect(Frame& frame, int self) {
-  ShardRecords& home = frame.shards[static_cast<size_t>(self)];
-  home.grad = Buffer<RecordGrad>(home.count, self);
-  zero(home.grad);
-  for (size_t from = 0; from < frame.owners.size(); ++from) {
-    const Parcel& parcel = frame.parcels[static_cast<size_t>(self)][from];
-    if (parcel.count == 0) continue;
-    const TileOwner& owner = frame.owners[from];
-    const RecordGrad* part = owner.record_grad.data() + owner.peer_begin[static_cast<size_t>(self)];
-    Buffer<RecordGrad> pulled;
-    if (shard_device(static_cast<int>(from)) != shard_device(self)) {
-      pulled = Buffer<RecordGrad>(parcel.count, self);
-      copy_between(pulled.data(), self, part, static_cast<int>(from),
-                   parcel.count * static_cast<int64_t>(sizeof(RecordGrad)));
-      part = pulled.data();
-    }
-    collect_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
-        part, parcel.record_from_parcel.data(), parcel.count, home.grad.data());
-    KERNEL_CHECK("collect", self, parcel.count);
-  }
 }
 
 }  // namespace
 
-void exchange_records(Frame& frame) {
-  for (size_t self = 0; self < frame.owners.size(); ++self)
-    count_received(frame.parcels, static_cast<int>(self), frame.owners[self]);
-  if (frame.homes.size() == 1) return;
-  for_each_shard("pack", [&](const Shard& shard) { pack(frame, shard.index); });
-  for_each_shard("exchange", [&](const Shard& shard) { pull(frame, shard.index); }, Access::kExchange);
-  for (auto& from_home : frame.parcels) {
-    for (Parcel& parcel : from_home) parcel.record = Buffer<Record>();  // delivered
+namespace flavour {
+
+void pack(Frame& frame, int home, const std::vector<Record*>& targets) {
+  const ShardRecords& in = frame.shards[static_cast<size_t>(home)];
+  const int ranges = static_cast<int>(frame.ranges.owner.size());
+  ParcelTarget target{};
+  for (int range = 0; range < ranges; ++range) {
+    const auto owner = static_cast<size_t>(frame.ranges.owner[static_cast<size_t>(range)]);
+    Parcel& parcel = frame.parcels[static_cast<size_t>(home)][owner];
+    parcel.record_from_parcel = Buffer<int64_t>(parcel.count, home);
+    target.record[range] = targets[owner];
+    target.record_from_parcel[range] = parcel.record_from_parcel.data();
+  }
+  if (in.count == 0) return;
+  const unsigned blocks = blocks_for(in.count, kThreads);
+  Buffer<int32_t> count(int64_t{blocks} * ranges, home);
+  Buffer<int64_t> offset(count.size(), home);
+  const cudaStream_t stream = shard_stream(home);
+  count_parcels_kernel<<<blocks, kThreads, 0, stream>>>(in.range_mask.data(), in.count, ranges, count.data());
+  KERNEL_CHECK("pack", home, in.count);
+  exclusive_sum(count.data(), offset.data(), count.size(), home);
+  pack_kernel<<<blocks, kThreads, 0, stream>>>(in.record.data(), in.range_mask.data(), in.count, ranges,
+                                               offset.data(), target);
+  KERNEL_CHECK("pack", home, in.count);
+}
+
+void fill_views(Frame& frame, int self) {
+  TileOwner& owner = frame.owners[static_cast<size_t>(self)];
+  if (frame.views.size() == 1) {
+    zero(owner.view);
+    return;
+  }
+  for (size_t home = 0; home < frame.parcels.size(); ++home) {
+    const Parcel& parcel = frame.parcels[home][static_cast<size_t>(self)];
+    if (parcel.count == 0) continue;
+    const Buffer<int64_t> view_begin = to_buffer(parcel.view_begin, self);
+    fill_views_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
+        view_begin.data(), static_cast<int>(frame.views.size()), parcel.count,
+        owner.view.data() + owner.peer_begin[home]);
+    KERNEL_CHECK("exchange", self, parcel.count);
   }
 }
 
-void return_gradients(Frame& frame) {
-  if (frame.homes.size() == 1) {
-    frame.shards[0].grad = std::move(frame.owners[0].record_grad);
-    frame.owners[0].record_grad = Buffer<RecordGrad>();
-    return;
+void collect(Frame& frame, int self, const std::vector<const RecordGrad*>& part) {
+  ShardRecords& home = frame.shards[static_cast<size_t>(self)];
+  home.grad = Buffer<RecordGrad>(home.count, self);
+  zero(home.grad);
+  for (size_t owner = 0; owner < part.size(); ++owner) {
+    const Parcel& parcel = frame.parcels[static_cast<size_t>(self)][owner];
+    if (parcel.count == 0) continue;
+    collect_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
+        part[owner], parcel.record_from_parcel.data(), parcel.count, home.grad.data());
+    KERNEL_CHECK("collect", self, parcel.count);
   }
-  for_each_shard("collect", [&](const Shard& shard) { collect(frame, shard.index); }, Access::kExchange);
-  for (TileOwner& owner : frame.owners) owner.record_grad = Buffer<RecordGrad>();
 }
+
+}  // namespace flavour
 
 }  // namespace mgpu::splat

@@ -1,25 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // exchange.h: stages 4 and 8: records travel from their homes to the owners of the tiles they touch, and
-// their gradients back; one contiguous copy per pair of shards each way. The only place where shards read
-// each other's data.
+// their gradients back; one contiguous copy per pair of shards each way (transport.h). But for images, which
+// owners write and read wherever they lie, the only place where shards meet each other's data.
 #pragma once
+#include <vector>
+
 #include "splat/frame.h"
 
 namespace mgpu::splat {
 
-// Stage "pack" (at home) and stage "exchange" (at the owner): fills frame.parcels and
-// frame.owners[*].{record, view, peer_begin}. Received records are in the order of their homes, so within a
-// view in the order of their rows.
+// Stages "pack" (at home) and "exchange" (at the owner), with the parcels' counts known: fills
+// frame.parcels[*][*].record_from_parcel and frame.owners[*].{record, view, peer_begin}. Received records are
+// in the order of their homes, so within a view in the order of their rows. CUDA: on a mesh of one shard
+// nothing moves, the owner reads the home's records.
 void exchange_records(Frame& frame);
 
-// Fills owner.peer_begin from the parcels' counts. Throws std::runtime_error if record ids would not fit in
-// 32 bits.
-void count_received(const std::vector<std::vector<Parcel>>& parcels, int self, TileOwner& owner);
-
-// Stage "return" (at the owner) sums the gradient slots of each record in list order and posts them; stage
-// "collect" (at home) adds what the owners posted, in their order, into frame.shards[*].grad. Frees the
-// slots.
+// Fills frame.shards[*].grad from frame.owners[*].record_grad, which is freed: at home, stage "collect" adds
+// what the owners have, in their order.
 void return_gradients(Frame& frame);
+
+// ---- each flavour's own
+
+namespace flavour {
+
+// At home: the records of each parcel into target[owner], in record order; fills record_from_parcel.
+void pack(Frame& frame, int home, const std::vector<Record*>& target);
+// At the owner: fills its `view`.
+void fill_views(Frame& frame, int owner);
+// At home: adds part[owner] to `grad`, parcel by parcel.
+void collect(Frame& frame, int home, const std::vector<const RecordGrad*>& part);
+
+}  // namespace flavour
 
 // Bytes that crossed from one shard to another with the records (the way back takes as many).
 int64_t exchanged_bytes(const Frame& frame);

@@ -10,7 +10,9 @@
 #include "memory/buffer.h"
 #include "mesh/mesh.h"
 #include "splat/columns.h"
+#include "splat/curve.h"
 #include "splat/links.h"
+#include "splat/ranges.h"
 
 namespace mgpu::splat {
 
@@ -57,6 +59,25 @@ struct RecordGrad {
 };
 static_assert(sizeof(RecordGrad) == 48);
 
+HOST_DEVICE inline void add_to(RecordGrad& sum, const RecordGrad& part) {
+  for (int i = 0; i < 2; ++i) sum.mean2d[i] += part.mean2d[i];
+  for (int i = 0; i < 3; ++i) sum.conic[i] += part.conic[i];
+  sum.opacity += part.opacity;
+  for (int i = 0; i < 3; ++i) sum.rgb[i] += part.rgb[i];
+  sum.depth += part.depth;
+  for (int i = 0; i < 2; ++i) sum.abs_mean2d[i] += part.abs_mean2d[i];
+}
+
+// The tiles of one record, all or those of one owner. CUDA flavour, from where the record is measured until
+// bin.
+struct TileCover {
+  uint16_t tile_rect[4];  // as in Record
+  uint32_t mask;          // if the rectangle has at most kSmallTiles tiles: those that are met, row by row
+  int32_t count;          // how many are met
+};
+static_assert(sizeof(TileCover) == 16);
+constexpr int kSmallTiles = 32;
+
 // Records of one shard's rows, at home, ordered by (view, row).
 struct ShardRecords {
   Buffer<int64_t> row;      // home
@@ -66,13 +87,15 @@ struct ShardRecords {
   int64_t count = 0;
   int64_t remote = 0;               // how many of them another shard blends, alone or too
   std::vector<int64_t> view_begin;  // [views + 1], into the arrays above
-  Buffer<uint32_t> owner_mask;      // home; CUDA: bit o is set if owner o has a tile of the record
+  Buffer<uint64_t> range_mask;      // home; several shards: bit r is set if range r has a tile of the record
+  Buffer<float> half_extent;  // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
+  Buffer<TileCover> cover;    // home; the same: all tiles of the record
 };
 
 // One home's parcel for one owner: the records that touch the owner's tiles, still ordered by (view, row).
 struct Parcel {
-  Buffer<Record> record;               // exchange
-  Buffer<RecordGrad> grad;             // exchange; on the way back
+  Buffer<Record> record;               // home; until it is delivered, if it must travel
+  Buffer<RecordGrad> grad;             // home; on the way back, the same
   Buffer<int64_t> record_from_parcel;  // home
   std::vector<int64_t> view_begin;     // [views + 1]
   int64_t count = 0;
@@ -83,16 +106,6 @@ struct TileEntry {
   int32_t record;   // among the records this owner received
   int32_t ordinal;  // which of the record's tiles (within the owner's range) this is
 };
-
-// The tiles of one record among those of one owner. CUDA flavour, from where the record is measured until
-// bin.
-struct TileCover {
-  uint16_t tile_rect[4];  // as in Record
-  uint32_t mask;          // if the rectangle has at most kSmallTiles tiles: those that are met, row by row
-  int32_t count;          // how many are met
-};
-static_assert(sizeof(TileCover) == 16);
-constexpr int kSmallTiles = 32;
 
 // Up to 32 records that light pixels of one patch (8x4 pixels of a tile), neighbours in its list: the unit of
 // CUDA's way back.
@@ -105,7 +118,7 @@ struct alignas(16) PatchBucket {
 // One shard as owner of a range of tiles. On a CUDA mesh of one shard `record` and `view` are empty: they are
 // the home's.
 struct TileOwner {
-  RowRange tiles;                   // among the tiles of all views
+  RowRange tiles;                   // positions in the order of the tiles of all views
   std::vector<int64_t> peer_begin;  // [shards + 1]: received records by home, in row order
   Buffer<Record> record;            // owner; received
   Buffer<int32_t> view;             // owner
@@ -117,8 +130,9 @@ struct TileOwner {
   Buffer<int32_t>
       contributors;      // owner; [tiles, 256] 1 + position in the tile's list of the last contribution
   Buffer<float> pixels;  // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled
-  Buffer<RecordGrad> slot_grad;  // owner; [intersections], during backward only
-  int64_t pairs = 0;             // length of entry: pairs of (tile, record)
+  Buffer<RecordGrad> slot_grad;    // owner; [intersections], during backward only; host flavour
+  Buffer<RecordGrad> record_grad;  // owner; [received], during backward only
+  int64_t pairs = 0;               // length of entry: pairs of (tile, record)
 
   // CUDA flavour
   // An upper bound of the pairs (patch of 8x4 pixels, record) that the blend stage's box cull can meet: for
@@ -140,15 +154,20 @@ struct TileOwner {
   Buffer<int32_t> bucket_record;               // owner; [buckets, 32] front to back
   Buffer<float> bucket_state;  // owner; [buckets, 32, 4]: T (-1: ended), red, green, blue before the bucket
   Buffer<float> bucket_depth;  // owner; [buckets, 32], if depth is wanted
-  Buffer<RecordGrad> record_grad;  // owner; [received], during backward only
 
   int64_t received() const { return peer_begin.empty() ? 0 : peer_begin.back(); }
 };
 
+// CUDA flavour, several shards: a TileCurve in memory of a shard.
+struct DeviceCurve {
+  Buffer<int32_t> position_from_tile, tile_from_position;
+};
+
 // CUDA flavour: what a shard's kernels read of the frame besides the table.
 struct ShardConstants {
-  Buffer<float> memory;         // shard; what the others point into
-  const View* views = nullptr;  // [views]
+  Buffer<float> memory;                                    // shard; what the others point into
+  const View* views = nullptr;                             // [views]
+  std::vector<std::shared_ptr<const DeviceCurve>> curves;  // [views]; none on a mesh of one shard
   AdamHistory history{};
 };
 
@@ -164,14 +183,20 @@ struct Frame {
   SplatColumns columns{};
   AdamState state{};  // all null: no replay
   AdamHistory history{};
-  bool replays = false;                      // state and history are set
-  std::shared_ptr<const void> keep_alive;    // whoever owns what columns, state and history point to
-  std::vector<RowRange> homes;               // [shards], ascending
-  std::vector<ShardRecords> shards;          // [shards]
-  std::vector<std::vector<Parcel>> parcels;  // [home][owner]
-  std::vector<TileOwner> owners;             // [shards]
-  std::vector<ShardConstants> constants;     // [shards]; CUDA flavour
-  std::vector<StageTime> times;              // in the order they ran
+  bool replays = false;                    // state and history are set
+  std::shared_ptr<const void> keep_alive;  // whoever owns what columns, state and history point to
+  std::vector<RowRange> homes;             // [shards], ascending
+  TileRanges ranges;                       // whose tiles are whose
+  std::vector<std::shared_ptr<const TileCurve>> curves;  // [views], behind the pointers in `views`
+  std::vector<ShardRecords> shards;                      // [shards]
+  std::vector<std::vector<Parcel>> parcels;              // [home][owner]
+  std::vector<TileOwner> owners;                         // [shards]
+  std::vector<ShardConstants> constants;                 // [shards]; CUDA flavour
+  // CUDA flavour, several shards, from stage "project" to "assign": what each home has in each tile
+  std::vector<TileCount> tile_count_table;  // [shards, tiles]
+  std::vector<uint64_t>
+      tile_patch_table;          // [shards, tiles / 2]: patches, as TileOwner::patch_pairs, 32 bits each
+  std::vector<StageTime> times;  // in the order they ran
   FrameLinks links;
 
   const AdamState* state_or_null() const { return replays ? &state : nullptr; }

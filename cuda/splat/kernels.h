@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// kernels.h: what the .cu files of the stages share: owners of tiles, records as 16-byte loads, scans, the
-// choice of a kernel by SH degree, a frame's device side.
+// kernels.h: what the .cu files of the stages share: records as 16-byte loads, scans, the choice of a kernel
+// by SH degree, a frame's device side.
 #pragma once
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
@@ -25,22 +25,8 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxShards = 32;   // bits of ShardRecords::owner_mask
+constexpr int kMaxShards = 32;   // ranges that a record's mask tells apart, in registers
 constexpr int kDepthBins = 512;  // of one digit of a depth key
-
-// ---- a record's tiles
-
-// Ends of the owners' ranges of tiles, as a kernel's argument.
-struct OwnerEnds {
-  int64_t end[kMaxShards];
-  int count;
-
-  __device__ __forceinline__ int owner_of(int64_t tile) const {
-    int owner = 0;
-    while (owner + 1 < count && tile >= end[owner]) ++owner;
-    return owner;
-  }
-};
 
 // ---- loads and stores of the 48 bytes of a record
 
@@ -217,14 +203,6 @@ void upload_constants(Frame& frame);
 // Bits of a depth, less those of the near plane: visible depths are positive, so they order as the keys do.
 __device__ __forceinline__ uint32_t depth_key_of(float depth) {
   return __float_as_uint(depth) - __float_as_uint(math::kNearPlane);
-}
-
-inline OwnerEnds owner_ends(const Frame& frame) {
-  OwnerEnds ends{};
-  ends.count = static_cast<int>(frame.owners.size());
-  for (int owner = 0; owner < ends.count; ++owner)
-    ends.end[owner] = frame.owners[static_cast<size_t>(owner)].tiles.end;
-  return ends;
 }
 
 // What an owner received: its own arrays, or the home's on a mesh of one shard.

@@ -5,7 +5,6 @@
 #include <mutex>
 #include <numeric>
 
-#include "splat/assign.h"
 #include "splat/frame.h"
 #include "splat/loss.h"
 
@@ -30,7 +29,7 @@ std::vector<int64_t> owned_columns(const Frame& frame, const View& view) {
   std::vector<int64_t> columns(frame.owners.size() * static_cast<size_t>(view.tiles_y), 0);
   for (int y = 0; y < view.tiles_y; ++y) {
     for (int x = 0; x < view.tiles_x; ++x) {
-      const int owner = owner_of_tile(frame, view.tile_begin + int64_t{y} * view.tiles_x + x);
+      const int owner = frame.ranges.owner_of(view.position_of(int64_t{y} * view.tiles_x + x));
       columns[static_cast<size_t>(owner) * view.tiles_y + y] +=
           std::min(kTileSize, view.width - x * kTileSize);
     }
@@ -104,7 +103,6 @@ void count_returned(Frame& frame) {
 
 void count_pixels(Frame& frame, int64_t halo) {
   const int shards = static_cast<int>(frame.homes.size());
-  if (shards == 1) return;
   LinkBytes pixels(shards);
   for (const View& view : frame.views) {
     const std::vector<int64_t> columns = owned_columns(frame, view);

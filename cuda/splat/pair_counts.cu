@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   int v = num_views - 1;
   while (v > 0 && views[v].tile_begin > first_tile + tile) --v;
   const View view = views[v];
-  const int64_t local = first_tile + tile - view.tile_begin;
+  const int64_t local = view.tile_at(first_tile + tile);
   const int patch = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t column =
       local % view.tiles_x * kTileSize + patch % kPatchesAcross * kPatchWidth + lane % kPatchWidth;

@@ -41,7 +41,7 @@ PairCounts count_owner(const Frame& frame, const TileOwner& owner) {
     const int64_t first = std::max(owner.tiles.begin, view.tile_begin);
     const int64_t end = std::min(owner.tiles.end, view.tile_begin + view.tile_count());
     for (int64_t tile = first; tile < end; ++tile) {
-      const int64_t local = tile - view.tile_begin;
+      const int64_t local = view.tile_at(tile);
       const int64_t left = local % view.tiles_x * kTileSize, top = local / view.tiles_x * kTileSize;
       for (int patch = 0; patch < kTilePixels / (kPatchWidth * kPatchHeight); ++patch) {
         const int64_t x0 = left + patch % (kTileSize / kPatchWidth) * kPatchWidth;

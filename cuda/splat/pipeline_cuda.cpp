@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pipeline_cuda.cpp: the stages in their order on GPUs. Tiles are assigned first, so that stage "project" can
-// count what goes to whom: its read-back is the only one of a render.
+// pipeline_cuda.cpp: the stages in their order on GPUs. The read-back of stage "project" is the only one of a
+// render on one shard; on several, stage "assign" reads what goes to whom.
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -42,8 +42,9 @@ void run_project(Frame& frame) {
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   JoinedOperator joined;
-  run_stage(frame, "assign", [&] { assign_tiles(frame); });
+  order_tiles(frame);
   run_project(frame);
+  run_stage(frame, "assign", [&] { assign_tiles(frame); });
   run_stage(frame, "exchange", [&] { exchange_records(frame); });
   count_links(frame);
   run_stage(frame, "bin", [&] { bin_records(frame); });

@@ -21,6 +21,7 @@ void run_project(Frame& frame) {
 }
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
+  order_tiles(frame);
   run_project(frame);
   run_stage(frame, "assign", [&] { assign_tiles(frame); });
   run_stage(frame, "exchange", [&] { exchange_records(frame); });

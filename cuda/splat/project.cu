@@ -6,11 +6,10 @@
 // see; rows that missed steps are tested with a margin for where replay may take them, so their moments stay
 // unread. The second makes the records of the listed rows, but for their colour. Both order their output by a
 // running sum over blocks (look_back.h). In the third each warp goes by itself: it brings the SH
-// coefficients, meanwhile measures the records for stage "bin" (on a mesh of one shard) or finds their
-// owners, and fills in the colours. Floor: 28 N + 264 V bytes read (and the moments of what missed steps), 88
-// V written; the third kernel reads 56 V again. Buffers are sized from the frame before; a frame that needs
-// more is done again, and so is one with a colour that is not finite: then the second kernel looks at
-// colours, too.
+// coefficients, meanwhile measures the records for stage "bin" (on several shards, for "assign"), and fills
+// in the colours. Floor: 28 N + 264 V bytes read (and the moments of what missed steps), 88 V written; the
+// third kernel reads 56 V again. Buffers are sized from the frame before; a frame that needs more is done
+// again, and so is one with a colour that is not finite: then the second kernel looks at colours, too.
 #include "splat/project.h"
 
 #include <algorithm>
@@ -25,6 +24,7 @@
 
 #include "math/cull.h"
 #include "memory/transfer.h"
+#include "splat/assign_kernels.h"
 #include "splat/cover.h"
 #include "splat/kernels.h"
 #include "splat/look_back.h"
@@ -39,8 +39,7 @@ constexpr int kCullRows = 4;  // a thread's, so that enough loads are on their w
 constexpr int kChunk = kThreads * kCullRows;
 constexpr int kRecordBlocks = 4;  // on a processor
 constexpr int kFinishThreads = 128, kFinishWarps = kFinishThreads / kWarp;
-constexpr int kFinishBlocks = 6;     // on a processor: 80 registers
-constexpr int kSharedParcels = 256;  // pairs of owner and view that a block counts for itself
+constexpr int kFinishBlocks = 6;  // on a processor: 80 registers
 
 // ---- first: which rows may be seen
 
@@ -185,18 +184,15 @@ struct RecordTarget {
   int64_t* row;
   int32_t* view;
   Record* record;
-  OwnerEnds owners;  // count 0: records alone are wanted
-  // one owner: what stage "bin" needs
+  bool measured;  // false: records alone are wanted
+  // what stage "bin" needs
   float2* half_extent;
   TileCover* cover;
   uint32_t* depth_key;
   SumState* depth_histogram;
-  // several
-  uint32_t* owner_mask;
-  SumState* parcel;  // [owners, views]
   // added up by integer atomics: any order gives the same
   SumState* records;            // [views]
-  SumState *pairs, *patches;    // [owners]
+  SumState *pairs, *patches;    // [1]
   SumState* largest_depth_key;  // [1]
   SumState* colourless;         // [1]: rows whose colour is not finite
   SumState* state;              // [blocks of candidates], zero before
@@ -318,15 +314,11 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
     finish_kernel(const __grid_constant__ RowSource in, const __grid_constant__ RecordTarget out) {
   extern __shared__ float4 s_sh[];  // rows of higher SH, by warp
   __shared__ unsigned s_histogram[kDepthBins];
-  __shared__ SumState s_pairs[kMaxShards], s_patches[kMaxShards], s_parcel[kSharedParcels];
+  __shared__ SumState s_pairs, s_patches;
   __shared__ TileWalk s_walk[kFinishWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const bool one_owner = out.owners.count == 1, many_owners = out.owners.count > 1;
-  const int parcels = many_owners ? out.owners.count * in.num_views : 0;
   for (int bin = threadIdx.x; bin < kDepthBins; bin += kFinishThreads) s_histogram[bin] = 0;
-  if (threadIdx.x < kMaxShards) s_pairs[threadIdx.x] = s_patches[threadIdx.x] = 0;
-  for (int i = threadIdx.x; i < kSharedParcels; i += kFinishThreads) s_parcel[i] = 0;
-  SumState* const parcel = parcels <= kSharedParcels ? s_parcel : out.parcel;
+  if (threadIdx.x == 0) s_pairs = s_patches = 0;
   __syncthreads();
   const AdamState* const state = kReplays ? &in.state : nullptr;
   const AdamHistory* const history = kReplays ? &in.history : nullptr;
@@ -335,7 +327,7 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
   int64_t records = 0;
   for (int v = 0; v < in.num_views; ++v) records += static_cast<int64_t>(out.records[v]);
   records = records < out.room ? records : out.room;
-  int32_t pairs = 0, patches = 0;  // of the only owner
+  int32_t pairs = 0, patches = 0;
   const int64_t stride = int64_t{gridDim.x} * kFinishThreads;
   int64_t r = int64_t{blockIdx.x} * kFinishThreads + threadIdx.x;
   int64_t next_row = r < records ? out.row[r] : -1;
@@ -368,7 +360,7 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
       met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
       walk.box = patch_box(record.mean2d, half_extent_of(walk.ellipse));
     }
-    if (one_owner) {
+    if (out.measured) {
       const CoverPart<false> cover = walk_tiles(walk, met, in.views, v, CoverPart<false>{}, s_walk[warp]);
       pairs += cover.count;
       patches += cover.patches;
@@ -378,12 +370,6 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
         out.depth_key[r] = key;
         atomicAdd(s_histogram + key % kDepthBins, 1u);
       }
-    } else if (many_owners) {
-      const OwnersPart none{&out.owners, s_pairs, s_patches, 0};
-      const uint32_t mask = walk_tiles(walk, met, in.views, v, none, s_walk[warp]).mask;
-      if (held) out.owner_mask[r] = mask;
-      for (uint32_t left = mask; left; left &= left - 1)
-        atomicAdd(parcel + (__ffs(left) - 1) * in.num_views + v, 1ull);
     }
 
     // colour
@@ -400,23 +386,20 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
     __syncwarp();  // the rows' place is free
   }
 
-  if (one_owner) {
+  if (out.measured) {
     pairs = __reduce_add_sync(kAllLanes, pairs);
     patches = __reduce_add_sync(kAllLanes, patches);
     if (lane == 0) {
-      atomicAdd(s_pairs, static_cast<SumState>(pairs));
-      atomicAdd(s_patches, static_cast<SumState>(patches));
+      atomicAdd(&s_pairs, static_cast<SumState>(pairs));
+      atomicAdd(&s_patches, static_cast<SumState>(patches));
     }
   }
   __syncthreads();
-  if (threadIdx.x < out.owners.count) {
-    if (s_pairs[threadIdx.x]) atomicAdd(out.pairs + threadIdx.x, s_pairs[threadIdx.x]);
-    if (s_patches[threadIdx.x]) atomicAdd(out.patches + threadIdx.x, s_patches[threadIdx.x]);
+  if (threadIdx.x == 0) {
+    if (s_pairs) atomicAdd(out.pairs, s_pairs);
+    if (s_patches) atomicAdd(out.patches, s_patches);
   }
-  for (int i = threadIdx.x; i < parcels && parcels <= kSharedParcels; i += kFinishThreads) {
-    if (s_parcel[i]) atomicAdd(out.parcel + i, s_parcel[i]);
-  }
-  for (int bin = threadIdx.x; bin < kDepthBins && one_owner; bin += kFinishThreads) {
+  for (int bin = threadIdx.x; bin < kDepthBins && out.measured; bin += kFinishThreads) {
     if (s_histogram[bin]) atomicAdd(out.depth_histogram + bin, static_cast<SumState>(s_histogram[bin]));
   }
 }
@@ -467,7 +450,7 @@ class ShardProjection {
         owners_(static_cast<int64_t>(frame.owners.size())),
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
-        counts_(static_cast<size_t>(2 * views_ + owners_ * (views_ + 2) + 2), 0) {
+        counts_(static_cast<size_t>(2 * views_ + 4), 0) {
     if (done_) return;
     if (rows_.size() > std::numeric_limits<int32_t>::max()) {
       throw std::runtime_error("shard " + std::to_string(shard) + " holds " + std::to_string(rows_.size()) +
@@ -521,10 +504,13 @@ class ShardProjection {
       }
     });
     KERNEL_CHECK("project", shard_, room_);
+    if (owners_ > 1) count_tiles(frame_, shard_, target.records, room_, tile_counts_);
   }
 
   void ask(ReadBack& read_back) {
-    if (!done_) read_back.add(counts_.data(), scratch_.data(), static_cast<int64_t>(counts_.size()), shard_);
+    if (done_) return;
+    read_back.add(counts_.data(), scratch_.data(), static_cast<int64_t>(counts_.size()), shard_);
+    if (owners_ > 1) ask_tile_counts(frame_, shard_, tile_counts_, read_back);
   }
 
   // With the counts on the host: true if nothing is left to do.
@@ -548,6 +534,9 @@ class ShardProjection {
       const uint32_t own = 1u << shard_;
       colourless ? shards_with_colourless_rows() |= own : shards_with_colourless_rows() &= ~own;
       scratch_ = Buffer<SumState>();
+      tile_counts_ = Buffer<uint64_t>();
+      depth_key_ = Buffer<uint32_t>();
+      depth_histogram_ = Buffer<SumState>();
     }
     take_counts();
     return true;
@@ -595,27 +584,28 @@ class ShardProjection {
     target.row = out.row.data();
     target.view = out.view.data();
     target.record = out.record.data();
-    target.owners = owner_ends(frame_);
+    target.measured = owners_ > 0;
+    const auto measure_into = [&](Buffer<float>& half_extent, Buffer<TileCover>& cover,
+                                  Buffer<uint32_t>& depth_key, Buffer<SumState>& depth_histogram) {
+      half_extent.resize_discard(2 * room_);
+      cover.resize_discard(room_);
+      depth_key.resize_discard(room_);
+      depth_histogram.resize_discard(kDepthBins);
+      target.half_extent = reinterpret_cast<float2*>(half_extent.data());
+      target.cover = cover.data();
+      target.depth_key = depth_key.data();
+      target.depth_histogram = depth_histogram.data();
+    };
     if (owners_ == 1) {
       TileOwner& owner = frame_.owners[0];
-      owner.half_extent.resize_discard(2 * room_);
-      owner.cover.resize_discard(room_);
-      owner.depth_key.resize_discard(room_);
-      owner.depth_histogram.resize_discard(kDepthBins);
-      target.half_extent = reinterpret_cast<float2*>(owner.half_extent.data());
-      target.cover = owner.cover.data();
-      target.depth_key = owner.depth_key.data();
-      target.depth_histogram = owner.depth_histogram.data();
+      measure_into(owner.half_extent, owner.cover, owner.depth_key, owner.depth_histogram);
     }
-    if (owners_ > 1) {
-      out.owner_mask.resize_discard(room_);
-      target.owner_mask = out.owner_mask.data();
-    }
+    if (owners_ > 1)  // depths are sorted by their owners
+      measure_into(out.half_extent, out.cover, depth_key_, depth_histogram_);
     target.records = counters;
-    target.parcel = counters + views_;
-    target.pairs = target.parcel + owners_ * views_;
-    target.patches = target.pairs + owners_;
-    target.largest_depth_key = target.patches + owners_;
+    target.pairs = counters + views_;
+    target.patches = target.pairs + 1;
+    target.largest_depth_key = target.patches + 1;
     target.colourless = target.largest_depth_key + 1;
     target.state = state;
     return target;
@@ -625,31 +615,27 @@ class ShardProjection {
     if (taken_) return;
     taken_ = true;
     const SumState* const records = counts_.data() + views_;
-    const SumState* const parcels = records + views_;
-    const SumState* const pairs = parcels + owners_ * views_;
+    const SumState* const pairs = records + views_;
     ShardRecords& out = frame_.shards[static_cast<size_t>(shard_)];
-    const auto running_sums = [this](const SumState* count, std::vector<int64_t>& begin) {
-      begin.assign(1, 0);
-      for (int64_t v = 0; v < views_; ++v) begin.push_back(begin.back() + static_cast<int64_t>(count[v]));
-    };
-    running_sums(records, out.view_begin);
+    out.view_begin.assign(1, 0);
+    for (int64_t v = 0; v < views_; ++v)
+      out.view_begin.push_back(out.view_begin.back() + static_cast<int64_t>(records[v]));
     out.count = out.view_begin.back();
     if (!rows_.empty() && views_ > 0) {
       out.row.resize_discard(out.count);
       out.view.resize_discard(out.count);
       out.record.resize_discard(out.count);
-      if (owners_ > 1) out.owner_mask.resize_discard(out.count);
     }
-    for (int64_t o = 0; o < owners_; ++o) {
-      Parcel& parcel = frame_.parcels[static_cast<size_t>(shard_)][static_cast<size_t>(o)];
-      TileOwner& owner = frame_.owners[static_cast<size_t>(o)];
-      running_sums(owners_ == 1 ? records : parcels + o * views_, parcel.view_begin);
-      parcel.count = parcel.view_begin.back();
-      owner.pairs += static_cast<int64_t>(pairs[o]);
-      owner.patch_pairs += static_cast<int64_t>(pairs[owners_ + o]);
-      owner.largest_depth_key = std::max(owner.largest_depth_key, static_cast<uint32_t>(pairs[2 * owners_]));
-      if (owners_ == 1) owner.half_extent.resize_discard(2 * out.count);
-    }
+    for (TileOwner& owner : frame_.owners)
+      owner.largest_depth_key = std::max(owner.largest_depth_key, static_cast<uint32_t>(pairs[2]));
+    if (owners_ != 1) return;  // else all records are the owner's
+    TileOwner& owner = frame_.owners[0];
+    Parcel& parcel = frame_.parcels[0][0];
+    parcel.view_begin = out.view_begin;
+    parcel.count = out.count;
+    owner.pairs = static_cast<int64_t>(pairs[0]);
+    owner.patch_pairs = static_cast<int64_t>(pairs[1]);
+    owner.half_extent.resize_discard(2 * out.count);
   }
 
   Frame& frame_;
@@ -658,10 +644,12 @@ class ShardProjection {
   RowRange rows_;
   bool done_, taken_ = false, checks_colour_ = false;
   int64_t room_ = 0, candidate_room_ = 0;
-  // candidates [views], records [views], parcels [owners, views], pairs [owners], patches [owners], largest
-  // key, colourless rows
+  // candidates [views], records [views], pairs, patches, largest key, colourless rows
   std::vector<SumState> counts_;
-  Buffer<SumState> scratch_;  // the counts, states of the running sums
+  Buffer<SumState> scratch_;      // the counts, states of the running sums
+  Buffer<uint64_t> tile_counts_;  // several shards, as the next two
+  Buffer<uint32_t> depth_key_;
+  Buffer<SumState> depth_histogram_;
 };
 
 }  // namespace
@@ -674,8 +662,14 @@ void upload_constants(Frame& frame) {
   for (size_t shard = 0; shard < frame.homes.size(); ++shard) {
     ShardConstants& constants = frame.constants[shard];
     const int owner = static_cast<int>(shard);
-    packed.resize(frame.views.size() * sizeof(View) / sizeof(float));
-    std::memcpy(packed.data(), frame.views.data(), frame.views.size() * sizeof(View));
+    std::vector<View> views = frame.views;
+    for (size_t v = 0; v < frame.curves.size(); ++v) {
+      constants.curves.push_back(device_curve(views[v], *frame.curves[v], owner));
+      views[v].position_from_tile = constants.curves.back()->position_from_tile.data();
+      views[v].tile_from_position = constants.curves.back()->tile_from_position.data();
+    }
+    packed.resize(views.size() * sizeof(View) / sizeof(float));
+    std::memcpy(packed.data(), views.data(), views.size() * sizeof(View));
     if (frame.replays) {
       constants.history = upload_history(frame.history, packed, constants.memory, owner);
     } else {
@@ -715,12 +709,14 @@ void project(Frame& frame) {
     out.row = Buffer<int64_t>(0, owner);
     out.view = Buffer<int32_t>(0, owner);
     out.record = Buffer<Record>(0, owner);
-    out.owner_mask = Buffer<uint32_t>(0, owner);
+    out.half_extent = Buffer<float>(0, owner);
+    out.cover = Buffer<TileCover>(0, owner);
     work.emplace_back(frame, owner);
   }
+  start_tile_counts(frame);
   for (bool done = false; !done;) {
     for_each_shard("project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].fill(); });
-    ReadBack read_back;  // the one of the whole step
+    ReadBack read_back;  // the only one of a step on one shard
     for (ShardProjection& part : work) part.ask(read_back);
     read_back.wait();
     done = true;

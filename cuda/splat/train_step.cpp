@@ -7,6 +7,7 @@
 #include "splat/loss.h"
 #include "splat/pipeline.h"
 #include "splat/project.h"
+#include "splat/transport.h"
 
 namespace mgpu::splat {
 
@@ -27,6 +28,8 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
     images[v] = {targets[v].image ? targets[v].image : rgb[v].data(), nullptr, accumulation[v].data()};
   }
   run_forward(frame, images);
+  const int64_t halo = ssim_weight == 0.f ? 0 : 2 * math::kSsimRadius;
+  const bool several = frame.homes.size() > 1;
 
   std::vector<ImageGradPointers> grads(views);
   run_stage(frame, "loss", [&] {
@@ -39,13 +42,15 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
       loss.mask = targets[v].mask;
       loss.height = frame.views[v].height;
       loss.width = frame.views[v].width;
+      if (several) transport().share_tiles(frame, static_cast<int>(v), images[v].rgb, 3, halo);
       l1_ssim_into(loss, ssim_weight, gradient[v].data(),
                    losses + v * static_cast<size_t>(TrainOutcome::kLossFloats),
                    1.0f / static_cast<float>(views));
+      if (several) transport().share_bands(frame, static_cast<int>(v), gradient[v].data(), 3);
       grads[v] = {gradient[v].data(), nullptr, nullptr};
     }
   });
-  count_pixels(frame, ssim_weight == 0.f ? 0 : 2 * math::kSsimRadius);
+  if (several) count_pixels(frame, halo);
   run_backward(frame, grads);
 }
 

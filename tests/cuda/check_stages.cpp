@@ -286,7 +286,7 @@ void for_each_tile(const View& view, const Record& record, const Visit& visit) {
   if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return;
   for (int y = record.tile_rect[1]; y < record.tile_rect[3]; ++y) {
     const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
-    for (int x = span.begin; x < span.end; ++x) visit(view.tile_begin + int64_t{y} * view.tiles_x + x);
+    for (int x = span.begin; x < span.end; ++x) visit(view.position_of(int64_t{y} * view.tiles_x + x));
   }
 }
 
@@ -363,7 +363,7 @@ void check_extents(const std::string& name, const Frame& frame, const TileOwner&
   for (size_t t = 0; t < lists.size(); ++t) {
     for (const auto& [depth, r] : lists[t]) {
       const View& view = frame.views[static_cast<size_t>(record_view[r])];
-      const int64_t local = owner.tiles.begin + static_cast<int64_t>(t) - view.tile_begin;
+      const int64_t local = view.tile_at(owner.tiles.begin + static_cast<int64_t>(t));
       const float x0 = static_cast<float>(local % view.tiles_x * kTileSize),
                   y0 = static_cast<float>(local / view.tiles_x * kTileSize);
       for (int patch = 0; patch < 8; ++patch) {  // the cull of blend.cu
@@ -473,7 +473,7 @@ void check_blend(const std::string& name, const Frame& frame, const Images& imag
       size_t v = frame.views.size() - 1;
       while (frame.views[v].tile_begin > owner.tiles.begin + tile) --v;
       const View& view = frame.views[v];
-      const int64_t local = owner.tiles.begin + tile - view.tile_begin;
+      const int64_t local = view.tile_at(owner.tiles.begin + tile);
       const int x0 = static_cast<int>(local % view.tiles_x) * kTileSize,
                 y0 = static_cast<int>(local / view.tiles_x) * kTileSize;
       for (int i = 0; i < kTilePixels; ++i) {
@@ -937,8 +937,9 @@ void check_lists(int64_t rows, int views, int width, int height, float log_scale
     }
     frame.columns = {columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], rows, 15};
   }
-  assign_tiles(frame);
+  order_tiles(frame);
   run_project(frame);
+  assign_tiles(frame);
   exchange_records(frame);
   bin_records(frame);
   check_project(name, frame, table, &past);

@@ -18,10 +18,13 @@ def tile_lists(columns: dict[str, torch.Tensor], camera) -> list[list[int]]:
     """Rows in each tile's list, front to back, tile by tile over all owners."""
     table = scenes.table_of(columns, requires_grad=False)
     frame, _ = native().splat_forward(table.columns(), None, None, [camera.arguments()], None, False, 0, True)
-    lists: list[list[int]] = []
-    for first, begins, rows in frame.tile_lists():
-        assert first == len(lists) or first >= len(lists)
-        lists += [rows[begins[i] : begins[i + 1]] for i in range(len(begins) - 1)]
+    of_tile: dict[int, list[int]] = {}
+    for tiles, begins, rows in frame.tile_lists():
+        assert len(begins) == len(tiles) + 1
+        for i, tile in enumerate(tiles):
+            assert tile not in of_tile
+            of_tile[tile] = rows[begins[i] : begins[i + 1]]
+    lists = [of_tile[tile] for tile in range(len(of_tile))]
     assert sum(frame.counts()["intersections"]) == sum(map(len, lists))
     return lists
 

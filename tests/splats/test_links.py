@@ -61,7 +61,7 @@ def test_load_is_pairs_and_tiles() -> None:
     count = shards()
     frame, _ = frame_of(scenes.random_columns(4000, 3))
     links, counts = frame.links(), frame.counts()
-    assert links["load"] == [p + 8 * t for p, t in zip(counts["intersections"], counts["tiles"], strict=True)]
+    assert links["load"] == [p + 4 * t for p, t in zip(counts["intersections"], counts["tiles"], strict=True)]
     assert links["imbalance"] == max(links["load"]) * count / sum(links["load"])
 
 

@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// assign.cu: who blends what, on several shards. From the 16 bytes that stage "project" keeps of a record's
+// tiles (cover.h): first what each home has in each tile, for the host to choose ranges by; then, of each
+// record, which ranges it meets. Floor: 20 bytes a record twice, 12 an intersection of atomics in L2. Two
+// read-backs: that of stage "project", with 12 bytes a tile more, and one here of some numbers.
+#include <bit>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "memory/transfer.h"
+#include "splat/assign.h"
+#include "splat/assign_kernels.h"
+#include "splat/cover.h"
+#include "splat/kernels.h"
+#include "splat/transport.h"
+
+namespace mgpu::splat {
+
+namespace {
+
+struct MeasuredRecords {
+  const Record* record;
+  const int32_t* view;
+  const float2* half_extent;
+  const TileCover* cover;
+  const View* views;
+  int num_views;
+
+  __device__ __forceinline__ int view_of(int64_t r) const { return num_views > 1 ? view[r] : 0; }
+};
+
+MeasuredRecords measured_records(const Frame& frame, int home) {
+  const ShardRecords& in = frame.shards[static_cast<size_t>(home)];
+  return {in.record.data(),
+          in.view.data(),
+          reinterpret_cast<const float2*>(in.half_extent.data()),
+          in.cover.data(),
+          frame.constants[static_cast<size_t>(home)].views,
+          static_cast<int>(frame.views.size())};
+}
+
+// By all lanes of a warp: what the tiles of each lane's record come to. A record of few tiles is its own
+// lane's, from its mask; a larger one is walked by all. A Sum starts out as start(number of tiles); it has
+// add(view, box, x, y) for a tile, and over_warp(), the total of all lanes' parts.
+template <typename Sum, typename Start>
+__device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t r, bool held,
+                                              const Start& start) {
+  const int lane = threadIdx.x % kWarp;
+  uint4 words{};
+  if (held) words = *reinterpret_cast<const uint4*>(in.cover + r);
+  const TileCover& cover = reinterpret_cast<const TileCover&>(words);
+  const int columns = cover.tile_rect[2] - cover.tile_rect[0];
+  const bool large = columns * (cover.tile_rect[3] - cover.tile_rect[1]) > kSmallTiles;
+  Sum own = start(cover.count);
+  if (!large && cover.count > 0) {
+    const View& view = in.views[in.view_of(r)];
+    const PatchBox box = patch_box(in.record[r].mean2d, in.half_extent[r]);
+    for (uint32_t left = cover.mask; left; left &= left - 1) {
+      const int bit = __ffs(left) - 1;
+      own.add(view, box, cover.tile_rect[0] + bit % columns, cover.tile_rect[1] + bit / columns);
+    }
+  }
+  for (unsigned left = __ballot_sync(kAllLanes, large && cover.count > 0); left; left &= left - 1) {
+    const int source = __ffs(left) - 1;
+    const int64_t of = __shfl_sync(kAllLanes, r, source);
+    Sum part = start(__shfl_sync(kAllLanes, cover.count, source));
+    const Record record = load48(in.record + of);
+    const View& view = in.views[in.view_of(of)];
+    const PatchBox box = patch_box(record.mean2d, in.half_extent[of]);
+    math::TileEllipse ellipse;
+    if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
+      for (int y = record.tile_rect[1] + lane; y < record.tile_rect[3]; y += kWarp) {
+        const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
+        for (int x = span.begin; x < span.end; ++x) part.add(view, box, x, y);
+      }
+    }
+    part = part.over_warp();
+    if (lane == source) own = part;
+  }
+  return own;
+}
+
+// ---- what each home has in each tile
+
+struct AddToTiles {
+  unsigned long long* count;  // [positions]
+  uint32_t* patches;          // [positions]
+  TileCount one;
+
+  __device__ __forceinline__ void add(const View& view, const PatchBox& box, int x, int y) {
+    const int64_t at = view.position_of(int64_t{y} * view.tiles_x + x);
+    atomicAdd(count + at, static_cast<unsigned long long>(one));
+    const int32_t met = box.in_span(y, x, x + 1);
+    if (met > 0) atomicAdd(patches + at, static_cast<uint32_t>(met));
+  }
+  __device__ __forceinline__ AddToTiles over_warp() const { return *this; }
+};
+
+__global__ void __launch_bounds__(kThreads)
+    count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const SumState* records, int64_t room,
+                       unsigned long long* count, uint32_t* patches) {
+  int64_t held = 0;
+  for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
+  held = held < room ? held : room;
+  for (int64_t block = blockIdx.x; block * kThreads < held; block += gridDim.x) {
+    const int64_t r = block * kThreads + threadIdx.x;
+    sum_over_tiles<AddToTiles>(in, r, r < held, [&](int32_t tiles) {
+      return AddToTiles{count, patches, tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles)) : 0};
+    });
+  }
+}
+
+// ---- which ranges each record meets
+
+struct RangeEnds {
+  int64_t end[kMaxShards];
+  int count;
+
+  __device__ __forceinline__ int range_of(int64_t position) const {
+    int range = 0;
+    while (range + 1 < count && position >= end[range]) ++range;
+    return range;
+  }
+};
+
+struct RangesMet {
+  const RangeEnds* ends;
+  uint32_t mask;
+
+  __device__ __forceinline__ void add(const View& view, const PatchBox&, int x, int y) {
+    mask |= 1u << ends->range_of(view.position_of(int64_t{y} * view.tiles_x + x));
+  }
+  __device__ __forceinline__ RangesMet over_warp() const { return {ends, __reduce_or_sync(kAllLanes, mask)}; }
+};
+
+// counts: RangeCounts, zero before.
+__global__ void __launch_bounds__(kThreads)
+    mark_ranges_kernel(const __grid_constant__ MeasuredRecords in, int64_t records,
+                       const __grid_constant__ RangeEnds ends, RangeCounts layout, uint64_t* range_mask,
+                       SumState* counts) {
+  __shared__ unsigned s_parcel[kMaxShards], s_alone[kMaxShards], s_met;  // s_parcel: of a single view
+  if (threadIdx.x < kMaxShards) s_parcel[threadIdx.x] = s_alone[threadIdx.x] = 0;
+  if (threadIdx.x == 0) s_met = 0;
+  __syncthreads();
+  const int lane = threadIdx.x % kWarp;
+  for (int64_t block = blockIdx.x; block * kThreads < records; block += gridDim.x) {
+    const int64_t r = block * kThreads + threadIdx.x;
+    const bool held = r < records;
+    const uint32_t mask =
+        sum_over_tiles<RangesMet>(in, r, held, [&](int32_t) { return RangesMet{&ends, 0}; }).mask;
+    if (held) range_mask[r] = mask;
+    const int v = held ? in.view_of(r) : 0;
+    const unsigned met = __ballot_sync(kAllLanes, mask != 0);
+    if (lane == 0 && met) atomicAdd(&s_met, static_cast<unsigned>(__popc(met)));
+    for (uint32_t left = __reduce_or_sync(kAllLanes, mask); left; left &= left - 1) {
+      const int range = __ffs(left) - 1;
+      unsigned lanes = __ballot_sync(kAllLanes, mask >> range & 1u);
+      const unsigned alone = __ballot_sync(kAllLanes, mask == 1u << range);
+      if (lane == 0 && alone) atomicAdd(s_alone + range, static_cast<unsigned>(__popc(alone)));
+      if (in.num_views == 1) {
+        if (lane == 0) atomicAdd(s_parcel + range, static_cast<unsigned>(__popc(lanes)));
+        continue;
+      }
+      while (lanes) {  // the warp's views, one after the other
+        const int view = __shfl_sync(kAllLanes, v, __ffs(lanes) - 1);
+        const unsigned of_view = __ballot_sync(kAllLanes, v == view) & lanes;
+        if (lane == 0) atomicAdd(counts + layout.parcel(range, view), static_cast<SumState>(__popc(of_view)));
+        lanes &= ~of_view;
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < layout.ranges) {
+    if (s_parcel[threadIdx.x])
+      atomicAdd(counts + layout.parcel(threadIdx.x, 0), static_cast<SumState>(s_parcel[threadIdx.x]));
+    if (s_alone[threadIdx.x])
+      atomicAdd(counts + layout.alone(threadIdx.x), static_cast<SumState>(s_alone[threadIdx.x]));
+  }
+  if (threadIdx.x == 0 && s_met) atomicAdd(counts + layout.met(), static_cast<SumState>(s_met));
+}
+
+void mark_ranges(Frame& frame, int home, Buffer<SumState>& counts) {
+  ShardRecords& in = frame.shards[static_cast<size_t>(home)];
+  const RangeCounts layout = range_counts(frame);
+  counts = Buffer<SumState>(layout.words(), home);
+  zero(counts);
+  in.range_mask = Buffer<uint64_t>(in.count, home);
+  if (in.count > 0) {
+    RangeEnds ends{};
+    ends.count = static_cast<int>(frame.ranges.end.size());
+    std::copy(frame.ranges.end.begin(), frame.ranges.end.end(), ends.end);
+    const int64_t resident =
+        prepare_kernel(reinterpret_cast<const void*>(mark_ranges_kernel), kThreads, 0, home);
+    const unsigned blocks =
+        static_cast<unsigned>(std::min<int64_t>(blocks_for(in.count, kThreads), resident));
+    mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
+        measured_records(frame, home), in.count, ends, layout, in.range_mask.data(), counts.data());
+    KERNEL_CHECK("assign", home, in.count);
+  }
+  in.half_extent = Buffer<float>();
+  in.cover = Buffer<TileCover>();
+}
+
+int64_t patch_words(int64_t positions) { return (positions + 1) / 2; }
+
+}  // namespace
+
+std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurve& curve, int shard) {
+  constexpr size_t kCached = 256;
+  static std::mutex mutex;
+  static auto* const cache = new std::map<std::tuple<int, int, int>, std::shared_ptr<const DeviceCurve>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<const DeviceCurve>& known = (*cache)[{view.tiles_x, view.tiles_y, shard}];
+  if (known) return known;
+  auto made = std::make_shared<DeviceCurve>();
+  made->position_from_tile = to_buffer(curve.position_from_tile, shard);
+  made->tile_from_position = to_buffer(curve.tile_from_position, shard);
+  to_vector(made->tile_from_position, std::min<int64_t>(1, made->tile_from_position.size()));  // waits: other
+                                                                                               // streams too
+  std::shared_ptr<const DeviceCurve> out = made;
+  if (cache->size() > kCached) cache->clear();  // frames keep what they use
+  (*cache)[{view.tiles_x, view.tiles_y, shard}] = out;
+  return out;
+}
+
+void start_tile_counts(Frame& frame) {
+  const size_t shards = frame.homes.size();
+  if (frame.owners.size() < 2) return;
+  frame.tile_count_table.assign(shards * static_cast<size_t>(frame.tile_count()), 0);
+  frame.tile_patch_table.assign(shards * static_cast<size_t>(patch_words(frame.tile_count())), 0);
+}
+
+void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room,
+                 Buffer<uint64_t>& counts) {
+  const int64_t positions = frame.tile_count();
+  counts = Buffer<uint64_t>(positions + patch_words(positions), home);
+  zero(counts);
+  const int64_t resident =
+      prepare_kernel(reinterpret_cast<const void*>(count_tiles_kernel), kThreads, 0, home);
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(blocks_for(room, kThreads), resident));
+  count_tiles_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
+      measured_records(frame, home), records, room, reinterpret_cast<unsigned long long*>(counts.data()),
+      reinterpret_cast<uint32_t*>(counts.data() + positions));
+  KERNEL_CHECK("assign", home, room);
+}
+
+void ask_tile_counts(Frame& frame, int home, const Buffer<uint64_t>& counts, ReadBack& read_back) {
+  const int64_t positions = frame.tile_count(), words = patch_words(positions);
+  read_back.add(frame.tile_count_table.data() + home * positions, counts.data(), positions, home);
+  read_back.add(frame.tile_patch_table.data() + home * words, counts.data() + positions, words, home);
+}
+
+void assign_tiles(Frame& frame) {
+  const int64_t shards = static_cast<int64_t>(frame.homes.size());
+  if (shards == 1) return;
+  const int64_t positions = frame.tile_count(), words = patch_words(positions);
+  transport().gather(frame.tile_count_table.data(), positions);
+  transport().gather(frame.tile_patch_table.data(), words);
+  frame.ranges = choose_ranges(frame.tile_count_table.data(), static_cast<int>(shards), positions);
+
+  std::vector<Buffer<SumState>> counts(static_cast<size_t>(shards));
+  for_each_shard("assign", [&](const Shard& shard) {
+    mark_ranges(frame, shard.index, counts[static_cast<size_t>(shard.index)]);
+  });
+
+  // meanwhile: exact sums of what the tiles of each range hold
+  std::vector<int64_t> pairs(static_cast<size_t>(shards), 0), patches(static_cast<size_t>(shards), 0);
+  for (int64_t home = 0; home < shards; ++home) {
+    const TileCount* count = frame.tile_count_table.data() + home * positions;
+    const auto* patch = reinterpret_cast<const uint32_t*>(frame.tile_patch_table.data() + home * words);
+    int64_t at = 0;
+    for (size_t range = 0; range < pairs.size(); ++range) {
+      for (; at < frame.ranges.end[range]; ++at) {
+        pairs[range] += pairs_of(count[at]);
+        patches[range] += patch[at];
+      }
+    }
+  }
+
+  const int64_t row = range_counts(frame).words();
+  std::vector<uint64_t> table(static_cast<size_t>(shards * row), 0);
+  ReadBack read_back;
+  for (int64_t home = 0; home < shards; ++home) {
+    read_back.add(reinterpret_cast<SumState*>(table.data() + home * row),
+                  counts[static_cast<size_t>(home)].data(), row, static_cast<int>(home));
+  }
+  read_back.wait();
+  transport().gather(table.data(), row);
+  give_ranges(frame, table);
+  for (size_t range = 0; range < pairs.size(); ++range) {
+    TileOwner& owner = frame.owners[static_cast<size_t>(frame.ranges.owner[range])];
+    owner.pairs = pairs[range];
+    owner.patch_pairs = patches[range];
+  }
+  frame.tile_count_table.clear();
+  frame.tile_patch_table.clear();
+}
+
+}  // namespace mgpu::splat
