@@ -41,6 +41,13 @@ std::vector<RowRange> row_homes(const void* address, int64_t rows) {
   return equal_chunks(rows);
 }
 
+bool has_row_homes(const void* address) {
+  Registry& all = registry();
+  if (all.count.load() == 0) return false;
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.homes.contains(address);
+}
+
 void forget_row_homes(const void* address) noexcept {
   Registry& all = registry();
   if (all.count.load() == 0) return;

@@ -16,6 +16,9 @@ void set_row_homes(const void* address, std::vector<RowRange> homes);
 // Homes of `rows` rows: as said, stretched if the tensor has more or fewer rows by now; else equal chunks.
 std::vector<RowRange> row_homes(const void* address, int64_t rows);
 
+// Whether somebody has said so.
+bool has_row_homes(const void* address);
+
 // The memory at `address` is free (called by the pool).
 void forget_row_homes(const void* address) noexcept;
 

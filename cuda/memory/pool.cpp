@@ -292,7 +292,10 @@ class Pool {
     count(block, -1);
     const int64_t old_pages = arena.mapped_pages();
     try {
-      if (arena.placed_by_user) {
+      if (arena.placed_by_user && old_pages > 0 && has_row_homes(base)) {
+        // new rows are behind the last ones, and so with their home until somebody deals them anew
+        arena.grow_to(pages, [&](int64_t) { return arena.shard(old_pages - 1); });
+      } else if (arena.placed_by_user) {
         std::vector<int64_t> load(static_cast<size_t>(mesh().size()));
         for (int64_t page = 0; page < old_pages; ++page) ++load[static_cast<size_t>(arena.shard(page))];
         arena.grow_to(pages, [&](int64_t) {

@@ -224,6 +224,18 @@ def test_growth_at_the_end_crowds_no_shard(table: SplatTable) -> None:
     assert 1 <= moving <= rounds // 2  # several rounds' growth is dealt at once
 
 
+def test_pages_of_new_rows_stay_where_they_are_made(table: SplatTable) -> None:
+    """With the last shard, to which they belong: a dealing that moves no boundary moves no page."""
+    Placement().update(table)
+    homes = table.homes
+    table.grow(ROWS * 101 // 100)
+    assert Placement(PlacementSettings(tolerance=0.2)).update(table).pages_moved == 0
+    assert table.homes == [*homes[:-1], (homes[-1][0], table.num_rows)]
+    table.grow(2 * ROWS)
+    pages = torch.mgpu.placement(table.shN.detach())  # type: ignore[attr-defined]
+    assert set(pages[ROWS * 180 // PAGE_BYTES + 1 :].tolist()) == {len(homes) - 1}
+
+
 def test_what_was_seen_is_carried_over_by_place(table: SplatTable) -> None:
     """Rows turned round and grown by a tenth: the dear end is at the other end now."""
     rate = torch.where(torch.arange(ROWS) < ROWS // 4, 0.5, 0.001)
