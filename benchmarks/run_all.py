@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("render.py", "train_step.py", "device.py", "locality.py")
+BENCHMARKS = ("render.py", "train_step.py", "device.py", "locality.py", "checkpoint.py")
 HOST_MESHES = {"locality.py": "cpu:8"}  # else cpu:1
 GPU_BENCHMARKS = ("fast_step.py", "memory.py")
 

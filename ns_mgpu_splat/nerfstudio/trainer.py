@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -391,8 +391,6 @@ class MgpuSplatTrainer(Trainer):
                     self.step = step - 1
                     break
                 self._one_step(step)
-            self._log_waiting()
-            self._say_how_long()
             if self._stop_signal is not None:
                 self._end_early()
             if self.step < self._start_step:
@@ -403,28 +401,29 @@ class MgpuSplatTrainer(Trainer):
             self.save_checkpoint(self.step)
             if self._stop_signal is not None:  # it came during the last save
                 self._end_early()
+            self._log_waiting()
+            self._say_how_long()
         self._after_train()
 
     def _end_early(self) -> None:
-        """Save, and end as a signal wants it."""
+        """Save, and end as a signal wants it. Saving comes first: the terminal may be gone."""
         assert self._stop_signal is not None
-        if self.step < self._start_step:
-            CONSOLE.print("Stopped before the first step: there is nothing new to save.")
-        else:
+        said = "Stopped before the first step: there is nothing new to save."
+        if self.step >= self._start_step:
             try:
                 if self._saved_step != self.step:
                     self._save(self.step)
             except CheckpointError as error:
                 raise SystemExit(f"mgpu-splat: {error} {self._saved_before()}") from None
             done = self.step + 1 >= self.config.max_num_iterations
-            how = (
-                "That was the last one."
-                if done
-                else f"To go on:\n  {self._resume_command(self.checkpoint_dir)}"
-            )
-            CONSOLE.print(
-                f"Stopped after step {self.step + 1:,}, which is saved. {how}", markup=False, soft_wrap=True
-            )
+            how = "That was the last one."
+            if not done:
+                how = f"To go on:\n  {self._resume_command(self.checkpoint_dir)}"
+            said = f"Stopped after step {self.step + 1:,}, which is saved. {how}"
+        with suppress(OSError):
+            self._log_waiting()
+            self._say_how_long()
+            CONSOLE.print(said, markup=False, soft_wrap=True)
         raise SystemExit(128 + self._stop_signal)
 
     def _resume_command(self, folder: Path) -> str:
@@ -472,8 +471,7 @@ class MgpuSplatTrainer(Trainer):
         except ImageError as error:
             self._give_up(step, str(error))
         except Exception as error:  # whatever it was, hours of training are worth a try to save them
-            CONSOLE.print(traceback.format_exc(), markup=False, soft_wrap=True)
-            self._give_up(step, f"{type(error).__name__}: {error}")
+            self._give_up(step, f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _after_step(self, step: int, result: StepResult) -> None:
         """Show, evaluate and save what is due; where gradients accumulate, once they have been applied."""
@@ -566,7 +564,7 @@ class MgpuSplatTrainer(Trainer):
             return self._native(self.gradient_accumulation_steps, step)
         return autograd_step(self.pipeline, self.optimizers, self.gradient_accumulation_steps, step)
 
-    def _give_up(self, step: int, why: str) -> None:
+    def _give_up(self, step: int, why: str, where: str = "") -> None:
         """End the run with what the last whole step left; older checkpoints stay."""
         saved, whole = "No step was finished: there is nothing to save.", self._whole_step
         if whole >= self._start_step:
@@ -579,6 +577,8 @@ class MgpuSplatTrainer(Trainer):
             except Exception as error:  # a device that has failed fails again
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 saved = f"It could not be saved either ({first}). {self._saved_before()}"
+        with suppress(OSError):  # it may have been the terminal that failed
+            CONSOLE.print(where, markup=False, soft_wrap=True)
         why = why.strip().rstrip(".")
         raise SystemExit(f"mgpu-splat: step {step + 1:,} failed: {why}. {saved}")
 
@@ -605,11 +605,15 @@ class MgpuSplatTrainer(Trainer):
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM into a stop after the current step; the next one of any kind ends at once."""
+        """Turn the first Ctrl-C, SIGTERM or loss of the terminal into a stop after the current step; the next ends at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+            del before[signal.SIGHUP]
 
         def stop(number: int, frame: Any) -> None:
             self._stop_signal = number
@@ -617,7 +621,8 @@ class MgpuSplatTrainer(Trainer):
                 signal.signal(each, signal.SIG_DFL)
             # not through a file object: the signal may have come in the middle of its write
             said = "\nStopping after this step, with a checkpoint. Once more stops at once, without.\n"
-            os.write(1, said.encode())
+            with suppress(OSError):
+                os.write(1, said.encode())
 
         for number in before:
             signal.signal(number, stop)

@@ -151,6 +151,10 @@ def break_something(kind: str, number: int) -> None:
                 raise RuntimeError("blend: an illegal memory access")
             if kind == "image":
                 raise ImageError("images/0003.png cannot be read")
+            if kind == "terminal":
+                reader, pipe = os.pipe()
+                os.close(reader)
+                os.dup2(pipe, 1)
             if kind == "limit":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
             if kind == "nan":
