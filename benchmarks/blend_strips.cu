@@ -52,6 +52,7 @@ struct ViewImages {
   ImageGradPointers grad;  // on the way back
   int width, height, tiles_x;
   int64_t tile_begin;
+  const int32_t* tile_from_position;  // null: row by row
 };
 
 // Of all views, as a kernel's argument.
@@ -68,8 +69,10 @@ ViewList view_list(const Frame& frame, const std::vector<ImageGradPointers>* gra
   std::vector<ViewImages> all;
   for (size_t v = 0; v < frame.views.size(); ++v) {
     const View& view = frame.views[v];
+    const auto& curves = frame.constants[static_cast<size_t>(self)].curves;
     all.push_back({frame.images[v], grads ? (*grads)[v] : ImageGradPointers{}, view.width, view.height,
-                   view.tiles_x, view.tile_begin});
+                   view.tiles_x, view.tile_begin,
+                   curves.empty() ? nullptr : curves[v]->tile_from_position.data()});
   }
   ViewList list{};
   list.count = static_cast<int>(all.size());
@@ -87,10 +90,11 @@ struct TilePlace {
   int view, x, y;  // first pixel
 };
 
-__device__ __forceinline__ TilePlace place_of(const ViewList& views, int64_t tile) {
+__device__ __forceinline__ TilePlace place_of(const ViewList& views, int64_t position) {
   int v = views.count - 1;
-  while (v > 0 && views[v].tile_begin > tile) --v;
-  const uint32_t local = static_cast<uint32_t>(tile - views[v].tile_begin);
+  while (v > 0 && views[v].tile_begin > position) --v;
+  uint32_t local = static_cast<uint32_t>(position - views[v].tile_begin);
+  if (views[v].tile_from_position) local = static_cast<uint32_t>(views[v].tile_from_position[local]);
   const uint32_t across = static_cast<uint32_t>(views[v].tiles_x), row = local / across;
   return {v, static_cast<int>(local - row * across) * kTileSize, static_cast<int>(row) * kTileSize};
 }
