@@ -218,6 +218,7 @@ void measure(const std::string& folder, const std::string& mode, int grid, int w
     at(0);
     project(frame);
     at(1);
+    assign_tiles(frame);
     exchange_records(frame);
     bin_records(frame);
     at(2);
