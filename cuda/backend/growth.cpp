@@ -227,7 +227,8 @@ int64_t place_rows(const at::Tensor& tensor, const std::vector<std::pair<int64_t
       pages.push_back(page);
       places.push_back(static_cast<int16_t>(home));
     }
-    if (!pages.empty()) move_pages(begin, pages, places);
+    if (!pages.empty() || !has_row_homes(begin))
+      move_pages(begin, pages, places);  // or growth deals them anew
     set_row_homes(begin, ranges);
     return static_cast<int64_t>(pages.size());
   });
