@@ -8,7 +8,8 @@ images must be the base's to the bit; gradients differ by the order of atomics.
 What is expected of the variants:
 
 - `finish_N`, `record_N`: blocks of a kernel on a processor, so registers against warps.
-- `look_1`: how many words of the running sum a lane asks for at a time.
+- `look_1`, `cull_4`, `emit_4`: how many words of the running sum a lane asks for at a time, in the kernel of the records (4),
+  of the candidates (1) and of the tiles' lists (1).
 - `heavy_N`: tiles with N times the mean length are blended in halves (4).
 - `match`: four instructions a bit of a digit, not seven, to find the lanes with the same; `values`: a sort's values are asked
   for with its keys.
@@ -96,6 +97,10 @@ VARIANTS: dict[str, Variant] = {
     "finish_8": of_project(("kFinishBlocks = 6;", "kFinishBlocks = 8;")),
     "record_3": of_project(("kRecordBlocks = 4;", "kRecordBlocks = 3;")),
     "record_5": of_project(("kRecordBlocks = 4;", "kRecordBlocks = 5;")),
+    "cull_4": of_project(("sum_of_blocks_before(state +", "sum_of_blocks_before<4>(state +")),
+    "emit_4": Variant(
+        "bin.cu", ("bin",), [("sum_of_blocks_before(out.state", "sum_of_blocks_before<4>(out.state")]
+    ),
     "look_1": of_project(("sum_of_blocks_before<4>", "sum_of_blocks_before<1>")),
     "heavy_8": of_blend(("kHeavyOfMany = 4,", "kHeavyOfMany = 8,")),
     "heavy_16": of_blend(("kHeavyOfMany = 4,", "kHeavyOfMany = 16,")),
