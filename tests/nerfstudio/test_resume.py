@@ -27,7 +27,7 @@ CLONE: list[object] = [
     *(f"{MODEL}strategy", "default", f"{MODEL}densify-grad-thresh", "1e-7", f"{MODEL}reset-alpha-every", 2),
     *(f"{MODEL}stop-split-at", 38),
 ]
-ORDER: list[object] = [f"{MODEL}reorder-every", 6]
+ORDER: list[object] = [f"{MODEL}reorder-decay", 1.001]  # after nearly every refinement
 
 
 @pytest.fixture(scope="module")
