@@ -140,6 +140,23 @@ def test_a_checkpoint_cut_anywhere_gets_a_sentence_that_names_a_whole_one(tmp_pa
         assert str(error.value) == expected, length
 
 
+@pytest.mark.parametrize("place", [0.01, 0.3, 0.999])
+def test_a_bit_that_has_changed_on_the_disk_gets_a_sentence(place: float, tmp_path: Path) -> None:
+    path = checkpoint.save({"step": 1, "pipeline": {"a": torch.rand(20_000_000)}}, tmp_path, 1, True)
+    bytes_of_tensor = 80_000_000
+    begin = (
+        path.stat().st_size - bytes_of_tensor
+    )  # at least: the tensor, then some hundred bytes of directory
+    checkpoint.read(path)
+    with path.open("r+b") as file:
+        file.seek(begin + int(place * (bytes_of_tensor - begin)))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(CheckpointError, match=r"is cut short or damaged. There is no other one"):
+        checkpoint.read(path)
+
+
 def test_a_disk_that_takes_no_more_keeps_the_older_checkpoint(tmp_path: Path) -> None:
     """The kernel itself refuses: RLIMIT_FSIZE needs no full disk. 8 MB are too much, 1 MB is not."""
     program = (
