@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import scene
+from lives import Lives
 from nerfstudio_tools import command, environment, train_many
 
 
@@ -59,6 +60,13 @@ def shared_data() -> Path:
     if not (folder / "brighton_small").is_dir():
         pytest.skip(f"{folder} has no real photographs (MGPU_TEST_DATA)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    """Runs on one host shard that begin within a second, one after the other."""
+    with Lives(tmp_path_factory.mktemp("lives"), environment()) as lives:
+        yield lives
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import pytest
 import scene
 import torch
 from lives import Life, Lives
-from nerfstudio_tools import environment
 
 from ns_mgpu_splat.nerfstudio import checkpoint
 
@@ -63,37 +62,37 @@ def newest_step(models: Path) -> int:
     return step
 
 
-def survive(kills: int, seed: int, data: Path, folder: Path) -> None:
+def survive(kills: int, seed: int, lives: Lives, folder: Path) -> None:
+    data = scene.write_nerfstudio(folder / "data", points=10_000, images=4, width=48, height=36).root
     dice = random.Random(seed)
     run = folder / "tiny" / "mgpu-splat" / "killed"
     models = run / "nerfstudio_models"
     common: list[object] = ["mgpu-splat", "--data", data, "--output-dir", folder, *OPTIONS]
     killed: list[object] = [*common, "--timestamp", "killed"]
     moments, saved = [], -1
-    with Lives(folder, environment()) as lives:
-        for turn in range(kills + 1):
-            resume = ["--load-dir", models] if saved >= 0 else []
-            last = turn == kills
-            end = saved + 1 + 3 * SAVE_EVERY if last else 1_000_000
-            life = lives.begin([*killed, *resume, "--max-num-iterations", end])
-            if not last:
-                moments.append(kill_somewhere(life, run, dice))
-            code = lives.end()
-            assert code == (0 if last else -signal.SIGKILL), life.output.read_text()[-3000:]
-            steps = life.steps()
-            if steps:
-                assert steps == list(range(saved + 1, steps[-1] + 1)), "it went on where the save was"
-                stray = [p for p in run.glob(".step-*") if not p.name.endswith(f".{life.pid}")]
-                assert not stray, "what earlier kills left is removed at the start"
-            before, saved = saved, newest_step(models)
-            assert saved >= before
-            done = steps[-1] if steps else before
-            assert done - saved <= SAVE_EVERY, "more is lost than since the last save"
-        assert "save" in moments
-        assert not list(run.glob(".step-*"))
+    for turn in range(kills + 1):
+        resume = ["--load-dir", models] if saved >= 0 else []
+        last = turn == kills
+        end = saved + 1 + 3 * SAVE_EVERY if last else 1_000_000
+        life = lives.begin([*killed, *resume, "--max-num-iterations", end])
+        if not last:
+            moments.append(kill_somewhere(life, run, dice))
+        code = lives.end()
+        assert code == (0 if last else -signal.SIGKILL), life.output.read_text()[-3000:]
+        steps = life.steps()
+        if steps:
+            assert steps == list(range(saved + 1, steps[-1] + 1)), "it went on where the save was"
+            stray = [p for p in run.glob(".step-*") if not p.name.endswith(f".{life.pid}")]
+            assert not stray, "what earlier kills left is removed at the start"
+        before, saved = saved, newest_step(models)
+        assert saved >= before
+        done = steps[-1] if steps else before
+        assert done - saved <= SAVE_EVERY, "more is lost than since the last save"
+    assert "save" in moments
+    assert not list(run.glob(".step-*"))
 
-        reference = lives.begin([*common, "--timestamp", "whole", "--max-num-iterations", saved + 1])
-        assert lives.end() == 0, reference.output.read_text()[-3000:]
+    reference = lives.begin([*common, "--timestamp", "whole", "--max-num-iterations", saved + 1])
+    assert lives.end() == 0, reference.output.read_text()[-3000:]
     expected = checkpoint.read(checkpoint.find(run.parent / "whole" / "nerfstudio_models"))
     found = checkpoint.read(checkpoint.find(models))
     assert found["step"] == expected["step"] == saved
@@ -116,15 +115,11 @@ def assert_same(found: dict, expected: dict) -> None:
             assert found[name] == value, name
 
 
-def data(tmp_path: Path) -> Path:
-    return scene.write_nerfstudio(tmp_path / "data", points=10_000, images=4, width=48, height=36).root
-
-
-def test_a_run_survives_kills(tmp_path: Path) -> None:
-    survive(4, 1, data(tmp_path), tmp_path)
+def test_a_run_survives_kills(lives: Lives, tmp_path: Path) -> None:
+    survive(4, 1, lives, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_survives_fifty_kills(tmp_path: Path) -> None:
-    survive(50, 2, data(tmp_path), tmp_path)
+def test_a_run_survives_fifty_kills(lives: Lives, tmp_path: Path) -> None:
+    survive(50, 2, lives, tmp_path)

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import scene
 import torch
 from lives import Lives
-from nerfstudio_tools import environment
 from test_kill import assert_same
 
 from ns_mgpu_splat.nerfstudio import checkpoint
@@ -28,12 +26,6 @@ CLONE: list[object] = [
     *(f"{MODEL}stop-split-at", 38),
 ]
 ORDER: list[object] = [f"{MODEL}reorder-decay", 1.001]  # after nearly every refinement
-
-
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    with Lives(tmp_path_factory.mktemp("lives"), environment()) as lives:
-        yield lives
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,13 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import scene
 from lives import Life, Lives
-from nerfstudio_tools import environment
 
 from ns_mgpu_splat.nerfstudio import checkpoint
-
-
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    with Lives(tmp_path_factory.mktemp("lives"), environment()) as lives:
-        yield lives
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +72,8 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
 
 def test_a_terminal_that_goes_away_costs_no_step(lives: Lives, town: scene.Scene, tmp_path: Path) -> None:
     """As `ns-train | head`: the next line cannot be written, and what was trained is saved all the same."""
-    life = lives.begin([*options(town, tmp_path), "fault:terminal:12", "--max-num-iterations", 9000])
+    often = ["--logging.steps-per-log", 1, "--max-num-iterations", 9000]
+    life = lives.begin([*options(town, tmp_path, *often), "fault:terminal:12"])
     assert lives.end() == 1
     done = life.steps()
     assert 12 < len(done) < 9000, "it ends when the buffer of its output is full"
