@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -35,8 +35,12 @@ from ns_mgpu_splat.nerfstudio.device import shard_memory, shard_names, start_dev
 from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 
+if TYPE_CHECKING:
+    from ns_mgpu_splat.nerfstudio.viewer_controls import Look
+    from ns_mgpu_splat.splats.table import SplatTable
+
 kSsimWindow = 11
-kInvisible = -30.0  # a logit: an opacity far below the 1/255 that is drawn
+kErrorWidth = 480  # pixels, of a picture with an error's text, at least
 kLpipsWeights = "alexnet-owt-7be5be79.pth"
 
 
@@ -192,6 +196,7 @@ class MgpuSplatModel(SplatfactoModel):
     def populate_modules(self) -> None:
         """Build the table from the seed points; empty where a checkpoint will fill it (`load_only=True`)."""
         from ns_mgpu_splat.nerfstudio import patches
+        from ns_mgpu_splat.nerfstudio.viewer_controls import ViewerControls
         from ns_mgpu_splat.splats.table import SplatTable
 
         device = start_device()
@@ -241,7 +246,8 @@ class MgpuSplatModel(SplatfactoModel):
         self._viewer_background = self.background_color
         self._lpips: _Lpips | None = None
         self._error_shown = ""
-        self._crop_cache: tuple[tuple, Any] | None = None
+        self.drawing = ViewerControls(config.sh_degree)
+        self._dressed: tuple[tuple, SplatTable] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MgpuSplatModel:
         return self  # the model stays on mgpu: see the module's text
@@ -271,9 +277,9 @@ class MgpuSplatModel(SplatfactoModel):
         """SH coefficients of degree 0, (N, 3)."""
         return self.features_dc
 
-    @property
+    @uncached_property
     def shs_rest(self) -> Tensor:
-        """SH coefficients above degree 0, (N, K, 3) float32, on the host: only Nerfstudio's exporter asks for them.
+        """SH coefficients above degree 0, (N, K, 3) float32, on the host: only Nerfstudio's exporter may ask for them.
 
         It wants them transposed in memory, so that they lie like that: the device holds no second copy of its largest column,
         and the host one.
@@ -393,8 +399,10 @@ class MgpuSplatModel(SplatfactoModel):
         """
         return self._render(camera, self.crop_box)
 
-    def _render(self, camera: Cameras, crop: OrientedBox | None) -> dict[str, Any]:
+    def _render(self, camera: Cameras, crop: OrientedBox | None, look: Look | None = None) -> dict[str, Any]:
+        """`get_outputs` of what is inside of a box, drawn as the viewer wants it."""
         import ns_mgpu_splat
+        from ns_mgpu_splat.nerfstudio import viewer_controls as controls
 
         if not isinstance(camera, Cameras) or camera.shape != (1,):
             raise ValueError(
@@ -403,21 +411,19 @@ class MgpuSplatModel(SplatfactoModel):
         view = self._camera(camera)
         self.last_size = (view.height, view.width)
         background = self.background().to(self.device)
-        table, optimizer = self.table, self.optimizer
-        if crop is not None and not self.training:
-            if optimizer is not None:
-                optimizer.flush()
-            table, optimizer = self._cropped(crop), None
-        if table.num_rows == 0:
+        if self.table.num_rows == 0:
             return self._nothing(view.width, view.height, background)
+        look = look or controls.Look()
+        flat = look.color_by != controls.kAsTrained
         (out,) = ns_mgpu_splat.render(
-            table,
+            self.table if self.training else self._as_drawn(look, crop),
             [view],
             background=background,
-            antialiased=self.config.rasterize_mode == "antialiased",
-            sh_degree=self.active_sh_degree(),
+            # what vanishes in size would vanish in opacity, too
+            antialiased=self.config.rasterize_mode == "antialiased" and not look.points,
+            sh_degree=0 if flat else min(look.sh_degree, self.active_sh_degree()),
             depth=not self.training or self.config.output_depth_during_training,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
         )
         if self.training:
             depth = out.depth if self.config.output_depth_during_training else None
@@ -430,8 +436,11 @@ class MgpuSplatModel(SplatfactoModel):
         depth = out.depth
         empty = out.accumulation <= 0
         far = depth.max() if depth.numel() else depth.new_zeros(())
+        rgb = out.rgb
+        if look.color_by == controls.kByDepth:
+            rgb = controls.color_by_depth(depth, out.accumulation, background)
         return {
-            "rgb": out.rgb.clamp(0, 1),
+            "rgb": rgb.clamp(0, 1),
             "depth": torch.where(empty, far, depth),
             "accumulation": out.accumulation,
             "background": background.expand(view.height, view.width, 3),
@@ -464,26 +473,29 @@ class MgpuSplatModel(SplatfactoModel):
             int(value(camera.height)),
         )
 
-    def _cropped(self, box: OrientedBox) -> Any:
-        """A copy of the table with everything outside of the box made transparent; kept until box or step change."""
-        from ns_mgpu_splat.splats.table import SplatTable
+    def _cropped(self, box: OrientedBox) -> SplatTable:
+        """The table with everything outside of the box transparent."""
+        from ns_mgpu_splat.nerfstudio.viewer_controls import Look
 
-        key = (
-            *(tensor.detach().cpu().numpy().tobytes() for tensor in (box.R, box.T, box.S)),
-            self.step,
-            self.num_points,
+        return self._as_drawn(Look(), box)
+
+    def _as_drawn(self, look: Look, box: OrientedBox | None) -> SplatTable:
+        """The table, or a stand-in whose replaced columns are kept until look, box, step or rows change."""
+        from ns_mgpu_splat.nerfstudio.viewer_controls import dressed
+
+        of_box = (
+            ()
+            if box is None
+            else tuple(tensor.detach().cpu().numpy().tobytes() for tensor in (box.R, box.T, box.S))
         )
-        if self._crop_cache is None or self._crop_cache[0] != key:
-            columns: dict[str, Any] = {
-                name: column.detach() for name, column in self.table.named_columns().items()
-            }
-            rotation, center = box.R.to(self.device, torch.float32), box.T.to(self.device, torch.float32)
-            local = (columns["means"] - center) @ rotation
-            inside = (local.abs() <= box.S.to(self.device, torch.float32) / 2).all(dim=1)
-            opacities = columns["opacities"]
-            columns["opacities"] = torch.where(inside, opacities, torch.full_like(opacities, kInvisible))
-            self._crop_cache = (key, SplatTable.from_columns(**columns))
-        return self._crop_cache[1]
+        key = (look.points, look.color_by, of_box, self.step, self.num_points, tuple(self.table.homes))
+        kept = self._dressed
+        if kept is None or kept[0] != key:
+            self._dressed = None  # the former columns go before the new ones come
+            table = dressed(self.table, look, box)
+            kept = (key, table)
+            self._dressed = kept if table is not self.table else None
+        return kept[1]
 
     def _nothing(self, width: int, height: int, background: Tensor) -> dict[str, Any]:
         rgb = background.expand(height, width, 3).clone()
@@ -583,13 +595,18 @@ class MgpuSplatModel(SplatfactoModel):
     ) -> dict[str, Tensor]:
         """Render a camera for a tool or the viewer.
 
-        In the viewer's threads an error becomes a grey picture with its text: it would end that browser's thread
-        silently else. Nothing here changes the model, so the viewer may interrupt it at any line.
+        In the viewer's threads the panel's controls count, pictures come to the host, and an error becomes a grey picture
+        with its text: it would end that browser's thread silently else. On the host, because what the viewer does with
+        pictures it does beside a training step, without a lock, and because a GPU reports some errors only then.
+        Nothing here changes the model, so the viewer may interrupt it at any line.
         """
         if not _in_viewer():
             return self._render(camera, obb_box)
         try:
-            return self._render(camera, obb_box)
+            outputs = self._render(camera, obb_box, self.drawing.look())
+            background = self._viewer_background.expand(*outputs["rgb"].shape[:2], 3)
+            on_host = {name: outputs[name].cpu() for name in ("rgb", "depth", "accumulation")}
+            return {**on_host, "background": background}
         except IOChangeException:
             raise
         except Exception as error:
@@ -718,14 +735,22 @@ def _in_viewer() -> bool:
 
 
 def error_picture(width: int, height: int, text: str) -> dict[str, Tensor]:
-    """A grey picture that says what went wrong, with all outputs a viewer wants, on the host."""
+    """A grey picture that says what went wrong, with all outputs a viewer wants, on the host.
+
+    It has the shape that was asked for, in at least 480 pixels across: while a scene moves, the viewer asks for as few as 40.
+    """
     import textwrap
 
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
-    picture = Image.new("RGB", (max(width, 1), max(height, 1)), (90, 90, 90))
-    lines = textwrap.wrap(f"This view could not be rendered. {text}", max(10, width // 7))
-    ImageDraw.Draw(picture).text((8, 8), "\n".join(lines), fill=(255, 255, 255))
+    scale = max(1, -(-kErrorWidth // max(width, 1)))
+    size = max(width, 1) * scale, max(height, 1) * scale
+    letters = max(12, size[0] // 40)
+    picture = Image.new("RGB", size, (90, 90, 90))
+    lines = textwrap.wrap(f"This view could not be rendered. {text}", max(10, int(size[0] / (0.6 * letters))))
+    ImageDraw.Draw(picture).text(
+        (8, 8), "\n".join(lines), fill=(255, 255, 255), font=ImageFont.load_default(letters)
+    )
     rgb = torch.from_numpy(np.array(picture)).float() / 255
     depth = torch.full((*rgb.shape[:2], 1), 1000.0)
     return {"rgb": rgb, "depth": depth, "accumulation": torch.zeros_like(depth), "background": rgb}

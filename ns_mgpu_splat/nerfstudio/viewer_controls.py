@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the viewer's panel offers beside Nerfstudio's own controls, and the tables that draw it.
+
+Nothing here changes the model. A look other than the usual one replaces at most one column for each of its parts (colours 12
+bytes a Gaussian, dots 12, a crop box 4) and shares the rest with the table; the replaced columns are filled in pieces, shard
+by shard where the rows are at home, and kept until the look, the box or the training step changes. Colouring by depth happens
+in the picture and replaces nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerDropdown, ViewerSlider
+from torch import Tensor, nn
+
+from ns_mgpu_splat.splats.table import COLUMNS, SplatTable, place_rows, reserve
+
+if TYPE_CHECKING:
+    from nerfstudio.data.scene_box import OrientedBox
+
+kAsTrained, kByShard, kByDepth, kByOpacity = "as trained", "home shard", "depth", "opacity"
+kShardColors = (
+    (0.90, 0.62, 0.00),  # orange
+    (0.34, 0.71, 0.91),  # sky blue
+    (0.00, 0.62, 0.45),  # green
+    (0.94, 0.89, 0.26),  # yellow
+    (0.00, 0.45, 0.70),  # blue
+    (0.84, 0.37, 0.00),  # vermilion
+    (0.80, 0.47, 0.65),  # pink
+    (0.75, 0.75, 0.75),  # grey
+)
+"""Of shard 0, 1, ..., then again from the first: Okabe and Ito's, told apart with any colour vision."""
+kPieceRows = 1 << 21  # rows whose colours are computed at a time
+kDotLogScale = -20.0  # a width that vanishes: the screen filter alone makes the dot
+kInvisible = -30.0  # a logit: an opacity far below the 1/255 that is drawn
+kShBand0 = 0.28209479177387814  # colour = kShBand0 * sh0 + 0.5
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a scene is drawn."""
+
+    sh_degree: int = 3
+    """Bands of view-dependent colour above this one are left out."""
+    points: bool = False
+    """Draw each Gaussian as a dot of about two pixels, whatever its size."""
+    color_by: str = kAsTrained
+    """`kAsTrained`, `kByShard`, `kByDepth` or `kByOpacity`."""
+
+
+class ViewerControls(nn.Module):
+    """The controls, under "Custom Elements / model / drawing" in the viewer's panel; Nerfstudio finds them by their types.
+
+    It has no parameters, and is a module because Nerfstudio looks for controls in modules only.
+    """
+
+    def __init__(self, sh_degree: int) -> None:
+        """sh_degree: that of the model, from which the slider begins."""
+        super().__init__()
+        self.color_by = ViewerDropdown(
+            "Colour by",
+            kAsTrained,
+            [kAsTrained, kByShard, kByDepth, kByOpacity],
+            hint="Home shard: one colour for each GPU (orange is the first). Depth: near is bright, far is dark. Opacity: "
+            "solid Gaussians are bright, faint ones dark. The model stays as it is.",
+        )
+        self.points = ViewerCheckbox(
+            "Points",
+            False,
+            hint="Draw each Gaussian as a small dot at its centre: shows where they are, and how many.",
+        )
+        self.degree: ViewerSlider | None = None
+        if sh_degree > 0:
+            self.degree = ViewerSlider(
+                "SH degree",
+                sh_degree,
+                0,
+                sh_degree,
+                1,
+                hint="Detail of the view-dependent colour (shine, reflections). 0 shows the same colour from all sides. "
+                "Early in training, degrees that have not begun yet add nothing.",
+            )
+
+    def look(self) -> Look:
+        """What is chosen now."""
+        degree = 0 if self.degree is None else int(self.degree.value)
+        return Look(degree, bool(self.points.value), self.color_by.value)
+
+
+class StandIn(SplatTable):
+    """A table that shares its columns with another one, except for some; to render from, not to train or grow."""
+
+    def __init__(self, table: SplatTable, replaced: dict[str, Tensor]) -> None:
+        """replaced: columns by name, shaped as the table's."""
+        for name in COLUMNS:
+            setattr(self, name, replaced.get(name, getattr(table, name)))
+
+
+def dressed(table: SplatTable, look: Look, box: OrientedBox | None) -> SplatTable:
+    """The table as `look` wants it drawn, without what is outside of `box`; the table itself if that changes no column.
+
+    Render the result with the table's optimizer, if there is one, as rows may be behind: a column that was replaced then
+    drifts by the few steps that its row is behind, which is less than a picture shows.
+    """
+    replaced: dict[str, Tensor] = {}
+    if look.color_by == kByShard:
+        replaced["sh0"] = _shard_colors(table)
+    elif look.color_by == kByOpacity:
+        replaced["sh0"] = _opacity_colors(table)
+    if look.points:
+        replaced["scales"] = _column(table, 3).fill_(kDotLogScale)
+    if box is not None:
+        replaced["opacities"] = _opacities_inside(table, box)
+    return StandIn(table, replaced) if replaced else table
+
+
+def color_by_depth(depth: Tensor, accumulation: Tensor, background: Tensor) -> Tensor:
+    """A picture (H, W, 3) of depths (H, W, 1): bright is near. Where nothing was hit it is the background (3,).
+
+    The scale is logarithmic, between the 2nd and 98th percentile of what is hit (of every 64th pixel of a large picture).
+    """
+    stride = 8 if min(depth.shape[:2]) >= 128 else 1
+    seen = depth[::stride, ::stride].reshape(-1).cpu()
+    seen = seen[(accumulation[::stride, ::stride].reshape(-1).cpu() > 0.5) & (seen > 0)].log()
+    if len(seen) == 0:
+        return background.expand(*depth.shape[:2], 3).clone()
+    near, far = torch.quantile(seen, torch.tensor([0.02, 0.98])).tolist()
+    share = (depth[..., 0].clamp_min(1e-10).log() - near) / max(far - near, 1e-6)
+    return ramp(1 - share) * accumulation + background * (1 - accumulation)
+
+
+def ramp(values: Tensor) -> Tensor:
+    """Colours (..., 3) of values (...): 0 and below dark violet, 1 and above yellow (matplotlib's viridis)."""
+    table = _ramp_table().to(values.device)
+    return table[(values.clamp(0, 1) * (len(table) - 1)).round().long()]
+
+
+@cache
+def _ramp_table() -> Tensor:
+    import matplotlib
+
+    return torch.tensor(matplotlib.colormaps["viridis"].colors, dtype=torch.float32)  # type: ignore[attr-defined]
+
+
+def _column(table: SplatTable, width: int | None = None) -> Tensor:
+    """A column to fill, (N, width) or (N,), with its rows where the table's are."""
+    rows = table.num_rows
+    column = reserve((rows,) if width is None else (rows, width), rows)
+    place_rows(column, table.homes)
+    return column
+
+
+def _fill(column: Tensor, values: Callable[[int, int], Tensor]) -> Tensor:
+    """Fill a column with `values(begin, end)`, piece by piece."""
+    for begin in range(0, len(column), kPieceRows):
+        end = min(begin + kPieceRows, len(column))
+        column[begin:end] = values(begin, end)
+    return column
+
+
+def _shard_colors(table: SplatTable) -> Tensor:
+    column = _column(table, 3)
+    for shard, (begin, end) in enumerate(table.homes):
+        color = torch.tensor(kShardColors[shard % len(kShardColors)])
+        for channel, value in enumerate(((color - 0.5) / kShBand0).tolist()):
+            column[begin:end, channel] = value
+    return column
+
+
+def _opacity_colors(table: SplatTable) -> Tensor:
+    logits = table.opacities.detach()
+    return _fill(_column(table, 3), lambda begin, end: (ramp(logits[begin:end].sigmoid()) - 0.5) / kShBand0)
+
+
+def _opacities_inside(table: SplatTable, box: OrientedBox) -> Tensor:
+    """Logits (N,), with those of centres outside of the box too low to be drawn."""
+    means, logits = table.means.detach(), table.opacities.detach()
+    rotation, center, size = (part.to(means.device, torch.float32) for part in (box.R, box.T, box.S))
+
+    def values(begin: int, end: int) -> Tensor:
+        inside = (((means[begin:end] - center) @ rotation).abs() <= size / 2).all(dim=1)
+        return torch.where(inside, logits[begin:end], kInvisible)
+
+    return _fill(_column(table), values)
