@@ -150,6 +150,20 @@ Outcome run_sharded_with_retry(const Operator& entry, torch::jit::Stack* stack) 
   }
 }
 
+// Autograd counts what is written to tensors, not to lists of them: torch's CUDA operators count that
+// themselves.
+void count_list_writes(const Operator& entry, const torch::jit::Stack& stack) {
+  const size_t arguments = entry.writes.size();
+  for (size_t i = 0; i < arguments; ++i) {
+    const c10::IValue& value = stack[stack.size() - arguments + i];
+    if (!entry.writes[i] || !value.isTensorList()) continue;
+    for (const c10::IValue& element : value.toListRef()) {
+      const at::Tensor& tensor = element.toTensor();
+      if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
 }  // namespace
 
 void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
@@ -157,6 +171,7 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   Operator& entry = operator_entry(handle);
   std::optional<OperatorScope> scope;
   if (!entry.is_view) scope.emplace();
+  if (entry.in_place) count_list_writes(entry, *stack);
   bool large = any_large(*stack, entry.writes.size());
   if (entry.cut != Cut::kNone && (large || may_grow_large(entry, *stack))) {
     // a reduction's small result may be made by the kernel; others come from the pool, so that their pages

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cull.h: which rows cannot be seen, from their means and scales alone: a test that reads 24 bytes of a row
 // and none of its moments, and never rejects a row that project_gaussian accepts (tests/cuda, check_cull).
+// The same of a cell, a run of rows, from the box of their means.
 //
 // With z the depth, s the largest scale and u = x/z as clamped in the projection's Jacobian, the variance of
 // a splat along x is at most (fx / z)^2 max_u |w0 - u w2|^2 s^2 = (reach_x s / z)^2, whatever its rotation.
@@ -120,5 +121,119 @@ inline float moment_ratio_bound(double beta1, double beta2, double eps) {
 }
 
 constexpr float kMaxNormal3 = 8.4f;  // above the longest vector that normal3 draws: its radii end at 5.9
+
+// ---- cells
+
+// What is stored of a run of rows, less those that are not finite, which nobody sees. Without rows the box is
+// inside out.
+struct alignas(16) Cell {
+  float low[3];     // of the means
+  float log_scale;  // the largest
+  float high[3];
+  float log_reach;  // largest noise_log_reach
+};
+static_assert(sizeof(Cell) == 32);
+
+HOST_DEVICE inline Cell empty_cell() {
+  return {{INFINITY, INFINITY, INFINITY}, -INFINITY, {-INFINITY, -INFINITY, -INFINITY}, -INFINITY};
+}
+
+// One row as it is stored; `drift_ratio` is |exp_avg| / sqrt(exp_avg_sq) of its opacity, 0 without optimizer.
+struct CellRow {
+  float mean[3], log_scale[3], logit, drift_ratio;
+
+  HOST_DEVICE bool finite() const {
+    float zero = 0.f;
+    for (int i = 0; i < 3; ++i) zero += 0.f * mean[i] + 0.f * log_scale[i];
+    return zero == 0.f;
+  }
+};
+
+// An upper bound of that ratio for moments that are at hand.
+HOST_DEVICE inline float drift_ratio_of(float exp_avg, float exp_avg_sq, float largest) {
+  if (exp_avg == 0.f) return 0.f;
+  const float ratio = 1.01f * std::fabs(exp_avg) * quick_inverse_sqrt(exp_avg_sq);
+  return ratio < largest ? ratio : largest;
+}
+
+// The logarithm of what a row's noise is at most, over the longest draw and sigma: s^2 times the gate of
+// add_mcmc_noise, which opens as a row becomes transparent: `logit_drift` bounds largest_drift of its
+// opacity.
+HOST_DEVICE inline float noise_log_reach(float log_scale, float logit, float drift_ratio, float logit_drift) {
+  const float drift = drift_ratio > 0.f && logit_drift > 0.f ? drift_ratio * logit_drift : 0.f;
+  const float opacity = sigmoid(logit - drift);
+  const float x = 100.f * (opacity - 0.005f);  // the gate is 1 / (1 + exp(x))
+  const float log_gate = x > 20.f ? -x : -std::log(1.f + std::exp(x));
+  return mul_add(0.999f, log_gate, mul_add(2.f, log_scale, 2e-3f));
+}
+
+// What a row asks of its cell.
+struct CellDemand {
+  float mean[3], log_scale, log_reach;
+
+  HOST_DEVICE CellDemand(const CellRow& row, float logit_drift)
+      : mean{row.mean[0], row.mean[1], row.mean[2]},
+        log_scale(std::fmax(std::fmax(row.log_scale[0], row.log_scale[1]), row.log_scale[2])),
+        log_reach(noise_log_reach(log_scale, row.logit, row.drift_ratio, logit_drift)) {}
+  HOST_DEVICE bool met_by(const Cell& cell) const {
+    bool met = log_scale <= cell.log_scale && !(log_reach > cell.log_reach);  // NaN: its noise is none
+    for (int i = 0; i < 3; ++i) met &= cell.low[i] <= mean[i] && mean[i] <= cell.high[i];
+    return met;
+  }
+};
+
+HOST_DEVICE inline void join(Cell& cell, const CellDemand& row) {
+  for (int i = 0; i < 3; ++i) {
+    cell.low[i] = std::fmin(cell.low[i], row.mean[i]);
+    cell.high[i] = std::fmax(cell.high[i], row.mean[i]);
+  }
+  cell.log_scale = std::fmax(cell.log_scale, row.log_scale);
+  cell.log_reach = std::fmax(cell.log_reach, row.log_reach);
+}
+
+// How far missed steps may have taken any row from what is stored of it.
+struct CellMargins {
+  float mean, log_scale;  // drift
+  float noise;            // longest draw times sigma, of all steps that are held
+};
+
+// True only if no row can be seen that is in the cell, or whose missed steps started in it. The box is tested
+// plane by plane, exactly; see above for the plane that the test against an image side is.
+HOST_DEVICE inline bool surely_unseen(const CullView& view, const Cell& cell, const CellMargins& margins) {
+  const float* w = view.rotation;
+  const float scale = cull_exp(cell.log_scale + margins.log_scale);
+  float margin = margins.mean;
+  if (margins.noise > 0.f)
+    margin = mul_add(margins.noise, cull_exp(mul_add(2.f, margins.log_scale, cell.log_reach)), margin);
+  float centre[3], half[3], camera[3], size = 0.f;
+  for (int i = 0; i < 3; ++i) {
+    centre[i] = 0.5f * cell.low[i] + 0.5f * cell.high[i];
+    half[i] = 0.5f * cell.high[i] - 0.5f * cell.low[i] + margin;
+    size += std::fabs(centre[i]) + half[i];
+  }
+  for (int i = 0; i < 3; ++i) {
+    camera[i] =
+        mul_add(w[3 * i], centre[0],
+                mul_add(w[3 * i + 1], centre[1], mul_add(w[3 * i + 2], centre[2], view.translation[i])));
+  }
+  const float rounding = mul_add(view.rounding_per_mean, size, view.rounding);
+  const auto extent = [&](float x, float y, float z) {
+    return mul_add(std::fabs(x), half[0], mul_add(std::fabs(y), half[1], std::fabs(z) * half[2]));
+  };
+  const float z = camera[2], dz = extent(w[6], w[7], w[8]) + rounding;
+  const float nearest = z - dz > kNearPlane ? z - dz : kNearPlane;
+  const bool bounded = view.reach * scale <= kCullLargestSigma * nearest;
+  const auto beyond = [&](int side, float focal, const float* row, float along, float reach) {
+    const float slope = view.slope[side];
+    const float away = extent(mul_add(-slope, w[6], focal * row[0]), mul_add(-slope, w[7], focal * row[1]),
+                              mul_add(-slope, w[8], focal * row[2]));
+    const float rounded = (std::fabs(focal) + view.abs_slope[side]) * rounding;
+    return mul_add(-slope, z, focal * along) > away + rounded + reach * scale;
+  };
+  return (z + dz <= kNearPlane) | (bounded & (beyond(0, view.fx, w, camera[0], view.reach_x) |
+                                              beyond(1, -view.fx, w, camera[0], view.reach_x) |
+                                              beyond(2, view.fy, w + 3, camera[1], view.reach_y) |
+                                              beyond(3, -view.fy, w + 3, camera[1], view.reach_y)));
+}
 
 }  // namespace mgpu::math

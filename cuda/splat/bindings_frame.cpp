@@ -76,6 +76,7 @@ const KeptAlive& kept_alive(const Frame& frame) {
 std::shared_ptr<Frame> make_frame(const Tensors& columns, const std::optional<Tensors>& state,
                                   const std::shared_ptr<History>& history,
                                   const std::vector<CameraArguments>& cameras, const RenderSettings& settings,
+                                  const MaybeCells& cells,
                                   const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes) {
   auto frame = std::make_shared<Frame>();
   auto kept = std::make_shared<KeptAlive>();
@@ -95,8 +96,29 @@ std::shared_ptr<Frame> make_frame(const Tensors& columns, const std::optional<Te
     kept->history = history;
   }
   frame->views = views_of(cameras);
+  if (cells) {
+    frame->cells = cells->for_frame(columns, frame->columns, frame->replays ? state : std::nullopt,
+                                    frame->state_or_null(), frame->history_or_null(), frame->homes);
+    kept->cells = cells;
+  }
   frame->keep_alive = std::move(kept);
   return frame;
+}
+
+std::vector<CullCounts> cull_counts_of(const Frame& frame) {
+  std::vector<CullCounts> out;
+  for (const ShardRecords& shard : frame.shards) out.push_back(shard.culled);
+  return out;
+}
+
+std::map<std::string, std::vector<int64_t>> cull_counts(const std::vector<CullCounts>& shards) {
+  std::map<std::string, std::vector<int64_t>> out;
+  for (const CullCounts& shard : shards) {
+    out["cells"].push_back(shard.cells);
+    out["cells_kept"].push_back(shard.cells_kept);
+    out["candidates"].push_back(shard.candidates);
+  }
+  return out;
 }
 
 RenderSettings render_settings(const Background& background, bool antialiased, int sh_degree) {

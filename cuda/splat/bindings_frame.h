@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "splat/bindings_cells.h"
 #include "splat/bindings_columns.h"
 #include "splat/frame.h"
 #include "splat/history.h"
@@ -31,17 +33,22 @@ std::vector<std::pair<std::string, double>> stage_times(const std::vector<StageT
 struct KeptAlive {
   Tensors tensors;  // the columns come first
   std::shared_ptr<History> history;
+  MaybeCells cells;
 };
 const KeptAlive& kept_alive(const Frame& frame);
 
-// A frame ready for run_project or run_forward. Without `state` and `history` nothing is replayed. `homes`:
-// pairs of row numbers; none: as the table was placed.
+// A frame ready for run_project or run_forward. Without `state` and `history` nothing is replayed. `cells`:
+// of the table, or none. `homes`: pairs of row numbers; none: as the table was placed.
 std::shared_ptr<Frame> make_frame(
     const Tensors& columns, const std::optional<Tensors>& state, const std::shared_ptr<History>& history,
-    const std::vector<CameraArguments>& cameras, const RenderSettings& settings,
+    const std::vector<CameraArguments>& cameras, const RenderSettings& settings, const MaybeCells& cells,
     const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes = std::nullopt);
 
 using Background = std::optional<std::array<float, 3>>;  // none: black
+
+// What stage "project" walked, by shard: "cells", "cells_kept" and "candidates" (frame.h, CullCounts).
+std::map<std::string, std::vector<int64_t>> cull_counts(const std::vector<CullCounts>& shards);
+std::vector<CullCounts> cull_counts_of(const Frame& frame);
 
 // Settings of a render; `deterministic` as torch has it now.
 RenderSettings render_settings(const Background& background, bool antialiased, int sh_degree);

@@ -35,13 +35,13 @@ std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
     const Tensors& columns, const std::optional<Tensors>& state, const std::shared_ptr<History>& history,
     const std::vector<CameraArguments>& cameras, const Background& background, bool antialiased,
     int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes,
-    bool wanted_backward, bool wanted_absgrad) {
+    bool wanted_backward, bool wanted_absgrad, const MaybeCells& cells) {
   py::gil_scoped_release no_gil;
   RenderSettings settings = render_settings(background, antialiased, sh_degree);
   settings.wanted_depth = wanted_depth;
   settings.wanted_backward = wanted_backward;
   settings.wanted_absgrad = wanted_absgrad;
-  auto frame = make_frame(columns, state, history, cameras, settings, homes);
+  auto frame = make_frame(columns, state, history, cameras, settings, cells, homes);
   const auto options = columns[0].options().requires_grad(false);
   std::vector<Image> images;
   std::vector<ImagePointers> pointers;
@@ -105,10 +105,10 @@ std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param
 }
 
 std::shared_ptr<Frame> splat_project(const Tensors& columns, const std::vector<CameraArguments>& cameras,
-                                     bool antialiased, int sh_degree) {
+                                     bool antialiased, int sh_degree, const MaybeCells& cells) {
   py::gil_scoped_release no_gil;
   auto frame = make_frame(columns, std::nullopt, nullptr, cameras,
-                          render_settings(std::nullopt, antialiased, sh_degree));
+                          render_settings(std::nullopt, antialiased, sh_degree), cells);
   run_project(*frame);
   return frame;
 }
@@ -204,6 +204,7 @@ py::dict frame_counts(const Frame& frame) {
   counts["intersections"] = intersections;
   counts["tiles"] = tiles;
   counts["exchanged_bytes"] = exchanged_bytes(frame);
+  for (const auto& [name, by_shard] : cull_counts(cull_counts_of(frame))) counts[name.c_str()] = by_shard;
   return counts;
 }
 
@@ -294,12 +295,12 @@ MGPU_BINDINGS(render) {
         pybind11::arg("history"), pybind11::arg("cameras"), pybind11::arg("background"),
         pybind11::arg("antialiased"), pybind11::arg("sh_degree"), pybind11::arg("wanted_depth"),
         pybind11::arg("homes") = pybind11::none(), pybind11::arg("wanted_backward") = true,
-        pybind11::arg("wanted_absgrad") = false);
+        pybind11::arg("wanted_absgrad") = false, pybind11::arg("cells") = pybind11::none());
   m.def("splat_backward", &splat_backward, pybind11::arg("frame"), pybind11::arg("grads"));
   m.def("splat_param_grads", &splat_param_grads, pybind11::arg("frame"), pybind11::arg("wanted"),
         pybind11::arg("wanted_viewmats"));
   m.def("splat_project", &splat_project, pybind11::arg("columns"), pybind11::arg("cameras"),
-        pybind11::arg("antialiased"), pybind11::arg("sh_degree"));
+        pybind11::arg("antialiased"), pybind11::arg("sh_degree"), pybind11::arg("cells") = pybind11::none());
   m.def("splat_records_backward", &splat_records_backward, pybind11::arg("frame"), pybind11::arg("grads"));
   m.def(
       "exp_negative",

@@ -91,6 +91,20 @@ StepSettings step_settings(const std::array<double, kColumns>& lrs, double noise
   return settings;
 }
 
+void bump_versions(const Tensors& columns) {
+  for (const at::Tensor& column : columns)
+    if (!column.is_inference()) column.unsafeGetTensorImpl()->bump_version();
+}
+
+// Without cells nobody knows of the step but autograd's count: it is told, so that a table whose cells stayed
+// aside measures them anew.
+const Cells* cells_for_step(const MaybeCells& cells, const Tensors& columns, const Tensors& state,
+                            const std::vector<RowRange>& homes) {
+  if (cells) return cells->for_step(columns, state, homes);
+  bump_versions(columns);
+  return nullptr;
+}
+
 py::dict report_of(const StepReport& report) {
   py::dict out;
   out["rows_seen"] = report.rows_seen;
@@ -112,7 +126,8 @@ std::unique_ptr<TrainResult> train_step_tensors(
     const std::vector<std::optional<at::Tensor>>& masks, const std::vector<std::shared_ptr<Frame>>& pending,
     double ssim_weight, const Background& background, bool antialiased, int sh_degree, bool wanted_viewmats,
     bool wanted_step, bool wanted_images, const std::array<double, kColumns>& lrs, double noise_scale,
-    double opacity_reg, double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad) {
+    double opacity_reg, double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad,
+    const MaybeCells& cells) {
   py::gil_scoped_release release;
   TORCH_CHECK_VALUE(targets.size() == cameras.size() && (masks.empty() || masks.size() == cameras.size()),
                     "there are ", cameras.size(), " cameras, ", targets.size(), " targets and ", masks.size(),
@@ -121,7 +136,7 @@ std::unique_ptr<TrainResult> train_step_tensors(
   render.wanted_depth = false;
   render.wanted_absgrad = absgrad;
   auto out = std::make_unique<TrainResult>();
-  auto frame = make_frame(columns, state, history, cameras, render);
+  auto frame = make_frame(columns, state, history, cameras, render, cells);
   std::vector<TrainTarget> photographs;
   for (size_t v = 0; v < targets.size(); ++v) {
     const View& view = frame->views[v];
@@ -137,6 +152,7 @@ std::unique_ptr<TrainResult> train_step_tensors(
   settings.wanted_step = wanted_step;
   settings.step = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
                                 statistics_of(statistics, absgrad, frame->homes));
+  if (wanted_step) settings.step.cells = cells_for_step(cells, columns, state, frame->homes);
   std::vector<const Frame*> waiting;
   for (const auto& earlier : pending) waiting.push_back(earlier.get());
   out->outcome = train_step(*frame, std::move(waiting), photographs, settings, *history);
@@ -172,7 +188,8 @@ MGPU_BINDINGS(train) {
       "splat_step",
       [](const std::vector<std::shared_ptr<Frame>>& frames, const Tensors& columns, const Tensors& state,
          History& history, const std::array<double, kColumns>& lrs, double noise_scale, double opacity_reg,
-         double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad) {
+         double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad,
+         const MaybeCells& cells) {
         StepReport report;
         {
           py::gil_scoped_release release;
@@ -180,22 +197,26 @@ MGPU_BINDINGS(train) {
           const AdamState moments = state_of(state, columns);
           std::vector<const Frame*> pointers;
           for (const auto& frame : frames) pointers.push_back(frame.get());
-          report = step(pointers, table, moments, history,
-                        step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
-                                      statistics_of(statistics, absgrad, homes_of(table))));
+          StepSettings settings = step_settings(lrs, noise_scale, opacity_reg, scale_reg, wanted_means,
+                                                statistics_of(statistics, absgrad, homes_of(table)));
+          settings.cells =
+              cells_for_step(cells, columns, state, frames.empty() ? homes_of(table) : frames[0]->homes);
+          report = step(pointers, table, moments, history, settings);
           history.push(lrs, noise_scale);
         }
         return report_of(report);
       },
       py::arg("frames"), py::arg("columns"), py::arg("state"), py::arg("history"), py::arg("lrs"),
       py::arg("noise_scale"), py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means") = true,
-      py::arg("statistics") = Tensors(), py::arg("absgrad") = false);
+      py::arg("statistics") = Tensors(), py::arg("absgrad") = false, py::arg("cells") = py::none());
 
   py::class_<TrainResult>(m, "TrainResult", "What one train_step leaves; losses stay on the device.")
       .def("losses", &losses_of)
       .def_property_readonly("frame", [](const TrainResult& result) { return result.frame; })
       .def_property_readonly("report",
                              [](const TrainResult& result) { return report_of(result.outcome.step); })
+      .def_property_readonly("culled",
+                             [](const TrainResult& result) { return cull_counts(result.outcome.culled); })
       .def_property_readonly("images", [](const TrainResult& result) { return result.images; })
       .def_property_readonly("times",
                              [](const TrainResult& result) { return stage_times(result.outcome.times); })
@@ -208,15 +229,20 @@ MGPU_BINDINGS(train) {
         py::arg("background"), py::arg("antialiased"), py::arg("sh_degree"), py::arg("wanted_viewmats"),
         py::arg("wanted_step"), py::arg("wanted_images"), py::arg("lrs"), py::arg("noise_scale"),
         py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"), py::arg("statistics"),
-        py::arg("absgrad"));
+        py::arg("absgrad"), py::arg("cells") = py::none());
   // Bring all rows up to date and forget the steps held.
-  m.def("splat_flush", [](const Tensors& columns, const Tensors& state, History& history) {
-    const SplatColumns table = columns_of(columns);
-    const AdamState moments = state_of(state, columns);
-    py::gil_scoped_release release;
-    flush(table, moments, history);
-    history.clear();
-  });
+  m.def(
+      "splat_flush",
+      [](const Tensors& columns, const Tensors& state, History& history, const MaybeCells& cells) {
+        const SplatColumns table = columns_of(columns);
+        const AdamState moments = state_of(state, columns);
+        py::gil_scoped_release release;
+        if (cells && history.length() > 0) cells->forget();
+        if (!cells) bump_versions(columns);
+        flush(table, moments, history);
+        history.clear();
+      },
+      py::arg("columns"), py::arg("state"), py::arg("history"), py::arg("cells") = py::none());
 }
 
 }  // namespace mgpu::splat

@@ -16,6 +16,8 @@
 
 namespace mgpu::splat {
 
+class Cells;
+
 struct RenderSettings {
   bool antialiased = false;
   int sh_degree = 3;
@@ -78,6 +80,12 @@ struct TileCover {
 static_assert(sizeof(TileCover) == 16);
 constexpr int kSmallTiles = 32;
 
+// What one shard's rows cost before there are records. Without cells both counts of cells are 0.
+struct CullCounts {
+  int64_t cells = 0, cells_kept = 0;  // all, and those that some view may see
+  int64_t candidates = 0;             // pairs of a row and a view that were projected
+};
+
 // Records of one shard's rows, at home, ordered by (view, row).
 struct ShardRecords {
   Buffer<int64_t> row;      // home
@@ -90,6 +98,7 @@ struct ShardRecords {
   Buffer<uint64_t> range_mask;      // home; several shards: bit r is set if range r has a tile of the record
   Buffer<float> half_extent;  // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
   Buffer<TileCover> cover;    // home; the same: all tiles of the record
+  CullCounts culled;
 };
 
 // One home's parcel for one owner: the records that touch the owner's tiles, still ordered by (view, row).
@@ -184,6 +193,7 @@ struct Frame {
   AdamState state{};  // all null: no replay
   AdamHistory history{};
   bool replays = false;                    // state and history are set
+  const Cells* cells = nullptr;            // that bound the columns; null: all rows are walked
   std::shared_ptr<const void> keep_alive;  // whoever owns what columns, state and history point to
   std::vector<RowRange> homes;             // [shards], ascending
   TileRanges ranges;                       // whose tiles are whose

@@ -4,11 +4,13 @@
 // Three kernels, because most rows of a large table are out of sight, and because only what is short may wait
 // for its turn. The first reads means and scales of all rows and lists, in order, those that the view may
 // see; rows that missed steps are tested with a margin for where replay may take them, so their moments stay
-// unread. The second makes the records of the listed rows, but for their colour. Both order their output by a
-// running sum over blocks (look_back.h). In the third each warp goes by itself: it brings the SH
-// coefficients, meanwhile measures the records for stage "bin" (on several shards, for "assign"), and fills
-// in the colours. Floor: 28 N + 264 V bytes read (and the moments of what missed steps), 88 V written; the
-// third kernel reads 56 V again. Buffers are sized from the frame before; a frame that needs more is done
+// unread. Where the table has cells (cells.h), a kernel before it lists those that some view may see, and it
+// walks the rows of these alone. The second makes the records of the listed rows, but for their colour. All
+// order their output by a running sum over blocks (look_back.h). In the third each warp goes by itself: it
+// brings the SH coefficients, meanwhile measures the records for stage "bin" (on several shards, for
+// "assign"), and fills in the colours. Floor: 28 N + 264 V bytes read (and the moments of what
+// missed steps), 88 V written; the third kernel reads 56 V again. By cells, N is the rows of those listed,
+// and 32 bytes a cell are read. Buffers are sized from the frame before; a frame that needs more is done
 // again, and so is one with a colour that is not finite: then the second kernel looks at colours, too.
 #include "splat/project.h"
 
@@ -25,6 +27,7 @@
 #include "math/cull.h"
 #include "memory/transfer.h"
 #include "splat/assign_kernels.h"
+#include "splat/cells.h"
 #include "splat/cover.h"
 #include "splat/kernels.h"
 #include "splat/look_back.h"
@@ -37,9 +40,70 @@ namespace {
 
 constexpr int kCullRows = 4;  // a thread's, so that enough loads are on their way
 constexpr int kChunk = kThreads * kCullRows;
-constexpr int kRecordBlocks = 4;  // on a processor
+static_assert(kCellRows == kThreads);  // a thread has one row of each of kCullRows cells
+constexpr int kRecordBlocks = 4;       // on a processor
 constexpr int kFinishThreads = 128, kFinishWarps = kFinishThreads / kWarp;
 constexpr int kFinishBlocks = 6;  // on a processor: 80 registers
+
+// ---- before all: which cells may be seen
+
+struct CellSource {
+  ShardCells cells;
+  math::CellMargins margins;
+  math::CullView view0;  // of the first view
+  const View* views;
+  int num_views;
+};
+
+// Cells that some view may see, ascending.
+struct ListedCells {
+  int32_t* cell;     // [cells]
+  SumState* count;   // [1]
+  SumState* ticket;  // [1], zero before: of the blocks that walk them
+};
+
+// A thread a cell. state: [blocks], zero before; also clears the histogram that the last kernel adds to.
+template <bool kOneView>
+__global__ void __launch_bounds__(kThreads)
+    list_cells_kernel(const __grid_constant__ CellSource in, const __grid_constant__ ListedCells out,
+                      SumState* state, SumState* histogram) {
+  __shared__ int s_count[kWarps];
+  __shared__ int64_t s_begin[kWarps];
+  __shared__ math::CullView s_view;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (blockIdx.x == 0 && histogram) {
+    for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) histogram[bin] = 0;
+  }
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const math::Cell cell = at < in.cells.count ? in.cells.cell[at] : math::empty_cell();
+  bool kept = false;
+  for (int v = 0; v < in.num_views; ++v) {
+    if (!kOneView) {
+      __syncthreads();
+      if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
+      __syncthreads();
+    }
+    const math::CullView& view = kOneView ? in.view0 : s_view;
+    kept |= at < in.cells.count && !math::surely_unseen(view, cell, in.margins);
+  }
+  const unsigned lanes = __ballot_sync(kAllLanes, kept);
+  if (lane == 0) s_count[warp] = __popc(lanes);
+  __syncthreads();
+  if (warp == 0) {
+    const int count = lane < kWarps ? s_count[lane] : 0;
+    int inclusive = count;
+    for (int step = 1; step < kWarps; step *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, inclusive, step);
+      if (lane >= step) inclusive += other;
+    }
+    const int total = __shfl_sync(kAllLanes, inclusive, kWarps - 1);
+    const int64_t base = sum_of_blocks_before(state, blockIdx.x, total);
+    if (lane < kWarps) s_begin[lane] = base + inclusive - count;
+    if (lane == 0 && blockIdx.x + 1 == gridDim.x) *out.count = static_cast<SumState>(base + total);
+  }
+  __syncthreads();
+  if (kept) out.cell[s_begin[warp] + __popc(lanes & ((1u << lane) - 1u))] = static_cast<int32_t>(at);
+}
 
 // ---- first: which rows may be seen
 
@@ -103,76 +167,93 @@ __device__ __noinline__ bool may_be_seen_by_noise(const CullSource& in, const ma
   return !math::surely_unseen(view, row.mean, row.log_scale, row.margin, row.noise * gate);
 }
 
-// A block a chunk of rows, in all views. state: [views, chunks], zero before; also clears the histogram that
-// the second kernel adds to.
-template <bool kOneView>
+// A chunk of rows, in all views: of all rows a block each, of the listed cells as many as there are, in turn.
+// state: [views, chunks] (of all rows), zero before; also clears the histogram that the last kernel adds to.
+template <bool kOneView, bool kListed>
 __global__ void __launch_bounds__(kThreads, 4)
-    cull_kernel(const __grid_constant__ CullSource in, const __grid_constant__ Candidates out,
-                SumState* state, SumState* histogram) {
+    cull_kernel(const __grid_constant__ CullSource in, const __grid_constant__ ListedCells listed,
+                const __grid_constant__ Candidates out, SumState* state, int64_t all_chunks,
+                SumState* histogram) {
   static_assert(kCullRows * kWarps == kWarp);
   __shared__ int s_before[kWarp];  // by (row of the thread, warp): candidates before its first
-  __shared__ int64_t s_base;
+  __shared__ int64_t s_base, s_ticket;
   __shared__ math::CullView s_view;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int64_t chunk = blockIdx.x;
-  if (chunk == 0 && histogram) {
+  if (!kListed && blockIdx.x == 0 && histogram) {
     for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) histogram[bin] = 0;
   }
-  const int64_t first = in.rows.begin + chunk * kChunk + threadIdx.x;
-  CullRow row[kCullRows];
-#pragma unroll
-  for (int k = 0; k < kCullRows; ++k) {
-    const int64_t at = first + k * kThreads;
-    row[k] = at < in.rows.end ? load_cull_row(in, at) : CullRow{};
-  }
-  for (int v = 0; v < in.num_views; ++v) {
-    if (!kOneView) {
-      __syncthreads();
-      if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
-      __syncthreads();
-    }
-    const math::CullView& view = kOneView ? in.view0 : s_view;
-    bool kept[kCullRows];
-    unsigned lanes[kCullRows];
+  const int64_t cells = kListed ? static_cast<int64_t>(*listed.count) : 0;
+  const int64_t chunks = kListed ? (cells + kCullRows - 1) / kCullRows : all_chunks;
+  const auto take_chunk = [&]() -> int64_t {
+    if (threadIdx.x == 0) s_ticket = static_cast<int64_t>(atomicAdd(listed.ticket, 1ull));
+    __syncthreads();
+    return s_ticket;
+  };
+  for (int64_t chunk = kListed ? take_chunk() : blockIdx.x; chunk < chunks;
+       chunk = kListed ? take_chunk() : chunks) {
+    int64_t index[kCullRows];  // rows.end or more: none
+    CullRow row[kCullRows];
 #pragma unroll
     for (int k = 0; k < kCullRows; ++k) {
-      kept[k] = (first + k * kThreads < in.rows.end) &
-                !math::surely_unseen(view, row[k].mean, row[k].log_scale, row[k].margin, row[k].noise);
+      if constexpr (kListed) {
+        const int64_t cell = chunk * kCullRows + k;
+        index[k] =
+            cell < cells ? in.rows.begin + int64_t{listed.cell[cell]} * kCellRows + threadIdx.x : in.rows.end;
+      } else {
+        index[k] = in.rows.begin + chunk * kChunk + k * kThreads + threadIdx.x;
+      }
     }
-    if (in.replays && in.history.noise_var) {
+#pragma unroll
+    for (int k = 0; k < kCullRows; ++k)
+      row[k] = index[k] < in.rows.end ? load_cull_row(in, index[k]) : CullRow{};
+    for (int v = 0; v < in.num_views; ++v) {
+      if (!kOneView) {
+        __syncthreads();
+        if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
+        __syncthreads();
+      }
+      const math::CullView& view = kOneView ? in.view0 : s_view;
+      bool kept[kCullRows];
+      unsigned lanes[kCullRows];
 #pragma unroll
       for (int k = 0; k < kCullRows; ++k) {
-        if (kept[k] && row[k].noise > 0.f)
-          kept[k] = may_be_seen_by_noise(in, view, row[k], first + k * kThreads);
+        kept[k] = (index[k] < in.rows.end) &
+                  !math::surely_unseen(view, row[k].mean, row[k].log_scale, row[k].margin, row[k].noise);
       }
-    }
+      if (in.replays && in.history.noise_var) {
 #pragma unroll
-    for (int k = 0; k < kCullRows; ++k) {
-      lanes[k] = __ballot_sync(kAllLanes, kept[k]);
-      if (lane == 0) s_before[k * kWarps + warp] = __popc(lanes[k]);
-    }
-    __syncthreads();
-    if (warp == 0) {
-      const int count = s_before[lane];
-      int inclusive = count;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, inclusive, step);
-        if (lane >= step) inclusive += other;
+        for (int k = 0; k < kCullRows; ++k) {
+          if (kept[k] && row[k].noise > 0.f) kept[k] = may_be_seen_by_noise(in, view, row[k], index[k]);
+        }
       }
-      const int total = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
-      s_before[lane] = inclusive - count;
-      const int64_t base = sum_of_blocks_before(state + int64_t{v} * gridDim.x, chunk, total);
-      if (lane == 0) {
-        s_base = base;
-        if (chunk + 1 == gridDim.x) out.count[v] = static_cast<SumState>(base + total);
-      }
-    }
-    __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCullRows; ++k) {
-      const int64_t at = s_base + s_before[k * kWarps + warp] + __popc(lanes[k] & ((1u << lane) - 1u));
-      if ((lanes[k] >> lane & 1u) && at < out.room)
-        out.row[v * out.room + at] = static_cast<int32_t>(first + k * kThreads - in.rows.begin);
+      for (int k = 0; k < kCullRows; ++k) {
+        lanes[k] = __ballot_sync(kAllLanes, kept[k]);
+        if (lane == 0) s_before[k * kWarps + warp] = __popc(lanes[k]);
+      }
+      __syncthreads();
+      if (warp == 0) {
+        const int count = s_before[lane];
+        int inclusive = count;
+        for (int step = 1; step < kWarp; step *= 2) {
+          const int other = __shfl_up_sync(kAllLanes, inclusive, step);
+          if (lane >= step) inclusive += other;
+        }
+        const int total = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+        s_before[lane] = inclusive - count;
+        const int64_t base = sum_of_blocks_before(state + v * all_chunks, chunk, total);
+        if (lane == 0) {
+          s_base = base;
+          if (chunk + 1 == chunks) out.count[v] = static_cast<SumState>(base + total);
+        }
+      }
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < kCullRows; ++k) {
+        const int64_t at = s_base + s_before[k * kWarps + warp] + __popc(lanes[k] & ((1u << lane) - 1u));
+        if ((lanes[k] >> lane & 1u) && at < out.room)
+          out.row[v * out.room + at] = static_cast<int32_t>(index[k] - in.rows.begin);
+      }
     }
   }
 }
@@ -450,8 +531,9 @@ class ShardProjection {
         owners_(static_cast<int64_t>(frame.owners.size())),
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
-        counts_(static_cast<size_t>(2 * views_ + 4), 0) {
+        counts_(static_cast<size_t>(2 * views_ + 5), 0) {
     if (done_) return;
+    if (frame.cells) cells_ = frame.cells->of_shard(static_cast<size_t>(shard));
     if (rows_.size() > std::numeric_limits<int32_t>::max()) {
       throw std::runtime_error("shard " + std::to_string(shard) + " holds " + std::to_string(rows_.size()) +
                                " Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES");
@@ -466,25 +548,40 @@ class ShardProjection {
     if (done_) return;
     const int64_t chunks = blocks_for(rows_.size(), kChunk);
     const int64_t candidate_blocks = views_ * blocks_for(candidate_room_, kThreads);
+    const int64_t cell_blocks = blocks_for(cells_.count, kThreads);
     const int64_t counts = static_cast<int64_t>(counts_.size());
-    Buffer<int32_t> candidate(views_ * candidate_room_, shard_);
-    scratch_ = Buffer<SumState>(counts + views_ * chunks + candidate_blocks, shard_);
+    Buffer<int32_t> candidate(views_ * candidate_room_, shard_), listed_cell(cells_.count, shard_);
+    scratch_ = Buffer<SumState>(kTickets + counts + views_ * chunks + candidate_blocks + cell_blocks, shard_);
     zero(scratch_);
-    SumState* const counters = scratch_.data();
+    SumState* const counters = scratch_.data() + kTickets;
     SumState* const states = counters + counts;
     const Candidates candidates{candidate.data(), counters, candidate_room_};
     const RecordTarget target = make_target(counters + views_, states + views_ * chunks);
     const cudaStream_t stream = shard_stream(shard_);
-    const auto cull = views_ == 1 ? cull_kernel<true> : cull_kernel<false>;
-    cull<<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(cull_source(), candidates, states,
-                                                                 target.depth_histogram);
+    const CullSource source = cull_source();
+    const ListedCells listed{listed_cell.data(), counters + counts - 1, scratch_.data()};
+    if (cells_.cell) {
+      const CellSource cells{cells_, bounds_.margins(), source.view0, source.views, source.num_views};
+      const auto list = views_ == 1 ? list_cells_kernel<true> : list_cells_kernel<false>;
+      list<<<static_cast<unsigned>(cell_blocks), kThreads, 0, stream>>>(
+          cells, listed, states + views_ * chunks + candidate_blocks, target.depth_histogram);
+      KERNEL_CHECK("project", shard_, rows_.size());
+    }
+    const auto cull = cells_.cell ? (views_ == 1 ? cull_kernel<true, true> : cull_kernel<false, true>)
+                                  : (views_ == 1 ? cull_kernel<true, false> : cull_kernel<false, false>);
+    const int64_t cull_blocks =
+        cells_.cell
+            ? std::min(chunks, prepare_kernel(reinterpret_cast<const void*>(cull), kThreads, 0, shard_))
+            : chunks;
+    cull<<<static_cast<unsigned>(cull_blocks), kThreads, 0, stream>>>(source, listed, candidates, states,
+                                                                      chunks, target.depth_histogram);
     KERNEL_CHECK("project", shard_, rows_.size());
-    const RowSource source = row_source(frame_, shard_);
+    const RowSource rows = row_source(frame_, shard_);
     const auto record = frame_.replays
                             ? checks_colour_ ? record_kernel<true, true> : record_kernel<true, false>
                         : checks_colour_ ? record_kernel<false, true>
                                          : record_kernel<false, false>;
-    record<<<static_cast<unsigned>(candidate_blocks), kThreads, 0, stream>>>(source, candidates, target);
+    record<<<static_cast<unsigned>(candidate_blocks), kThreads, 0, stream>>>(rows, candidates, target);
     KERNEL_CHECK("project", shard_, candidate_room_);
     with_sh_degree(frame_.settings.sh_degree, [&](auto degree) {
       const auto launch = [&](auto half) {
@@ -495,7 +592,7 @@ class ShardProjection {
         const int64_t resident =
             prepare_kernel(reinterpret_cast<const void*>(finish), kFinishThreads, kBytes, shard_);
         const int64_t blocks = std::min<int64_t>(blocks_for(room_, kFinishThreads), resident);
-        finish<<<static_cast<unsigned>(blocks), kFinishThreads, kBytes, stream>>>(source, target);
+        finish<<<static_cast<unsigned>(blocks), kFinishThreads, kBytes, stream>>>(rows, target);
       };
       if constexpr (degree.value == 0) {
         launch(std::false_type{});
@@ -509,7 +606,7 @@ class ShardProjection {
 
   void ask(ReadBack& read_back) {
     if (done_) return;
-    read_back.add(counts_.data(), scratch_.data(), static_cast<int64_t>(counts_.size()), shard_);
+    read_back.add(counts_.data(), scratch_.data() + kTickets, static_cast<int64_t>(counts_.size()), shard_);
     if (owners_ > 1) ask_tile_counts(frame_, shard_, tile_counts_, read_back);
   }
 
@@ -521,7 +618,7 @@ class ShardProjection {
         most_candidates = std::max(most_candidates, static_cast<int64_t>(counts_[static_cast<size_t>(v)]));
         total += static_cast<int64_t>(counts_[static_cast<size_t>(views_ + v)]);
       }
-      const bool colourless = counts_.back() > 0;
+      const bool colourless = counts_[counts_.size() - 2] > 0;
       const bool filled =
           most_candidates <= candidate_room_ && total <= room_ && (checks_colour_ || !colourless);
       checks_colour_ |= colourless;
@@ -543,7 +640,7 @@ class ShardProjection {
   }
 
  private:
-  CullSource cull_source() const {
+  CullSource cull_source() {
     const ShardConstants& constants = frame_.constants[static_cast<size_t>(shard_)];
     CullSource in{};
     in.means = frame_.columns.means;
@@ -557,19 +654,10 @@ class ShardProjection {
     in.num_views = static_cast<int>(views_);
     in.rows = rows_;
     if (frame_.replays) {
-      const AdamHistory& steps = frame_.history;  // on the host
-      const auto farthest = [&](int column) {
-        const math::TwoSteps* two = steps.two[column];
-        float most = 0.f;
-        for (int64_t i = 0; i <= steps.now - steps.base; ++i)
-          most = std::max(most, math::largest_drift(two[i]));
-        return in.moment_ratio * most;
-      };
-      in.moment_ratio = math::moment_ratio_bound(steps.beta1, steps.beta2, steps.eps);
-      // rounded up by 2^-8 in each of the ten steps that a first moment is made of
-      if (!frame_.state.exp_avg[0].is_float32()) in.moment_ratio *= 1.05f;
-      in.margin = farthest(0);
-      in.scale_margin = farthest(2);
+      bounds_ = drift_bounds(frame_.history, !frame_.state.exp_avg[0].is_float32());
+      in.moment_ratio = bounds_.moment_ratio;
+      in.margin = bounds_.mean;
+      in.scale_margin = bounds_.log_scale;
     }
     return in;
   }
@@ -621,6 +709,9 @@ class ShardProjection {
     for (int64_t v = 0; v < views_; ++v)
       out.view_begin.push_back(out.view_begin.back() + static_cast<int64_t>(records[v]));
     out.count = out.view_begin.back();
+    out.culled = {cells_.count, static_cast<int64_t>(counts_.back()), 0};
+    for (int64_t v = 0; v < views_; ++v)
+      out.culled.candidates += static_cast<int64_t>(counts_[static_cast<size_t>(v)]);
     if (!rows_.empty() && views_ > 0) {
       out.row.resize_discard(out.count);
       out.view.resize_discard(out.count);
@@ -644,9 +735,12 @@ class ShardProjection {
   RowRange rows_;
   bool done_, taken_ = false, checks_colour_ = false;
   int64_t room_ = 0, candidate_room_ = 0;
-  // candidates [views], records [views], pairs, patches, largest key, colourless rows
+  static constexpr int64_t kTickets = 1;  // of the walk over cells
+  ShardCells cells_;
+  DriftBounds bounds_;
+  // candidates [views], records [views], pairs, patches, largest key, colourless rows, cells listed
   std::vector<SumState> counts_;
-  Buffer<SumState> scratch_;      // the counts, states of the running sums
+  Buffer<SumState> scratch_;      // the ticket, the counts, states of the running sums
   Buffer<uint64_t> tile_counts_;  // several shards, as the next two
   Buffer<uint32_t> depth_key_;
   Buffer<SumState> depth_histogram_;

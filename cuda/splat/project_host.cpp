@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// project_host.cpp: rows to records and back, in blocks of rows. Formulas: math/gaussian.h, math/sh.h.
+// project_host.cpp: rows to records and back, in blocks of rows. Formulas: math/gaussian.h, math/sh.h,
+// math/cull.h.
 #include "splat/project.h"
 
 #include <algorithm>
 #include <vector>
 
+#include "math/cull.h"
 #include "mesh/fork_join.h"
+#include "splat/cells.h"
 
 namespace mgpu::splat {
 
 namespace {
 
 constexpr int64_t kBlockRows = 1024;  // fixed: the order of sums must not depend on the number of threads
+static_assert(kBlockRows % kCellRows == 0);
 
 // Visible records of one block of rows in one view.
 struct BlockRecords {
@@ -49,20 +53,56 @@ bool make_record(const Frame& frame, const View& view, int64_t row, RowValues& v
   return true;
 }
 
+// Which views may see a cell.
+class CellTest {
+ public:
+  CellTest(const Frame& frame, int owner) : views_(frame.views.size()) {
+    if (!frame.cells) return;
+    cells_ = frame.cells->of_shard(static_cast<size_t>(owner));
+    for (const View& view : frame.views) culls_.push_back(math::make_cull_view(view));
+    if (frame.replays) margins_ = drift_bounds(frame.history, !frame.state.exp_avg[0].is_float32()).margins();
+  }
+  int64_t cells() const { return cells_.count; }
+  // Fills `seen` [views] for the cell of `row` and returns how many of the views may see it.
+  int64_t operator()(int64_t row, std::vector<char>& seen) const {
+    seen.assign(views_, 1);
+    if (!cells_.cell) return static_cast<int64_t>(views_);
+    int64_t count = 0;
+    for (size_t v = 0; v < views_; ++v) {
+      seen[v] = !math::surely_unseen(culls_[v], cells_.of(row), margins_);
+      count += seen[v];
+    }
+    return count;
+  }
+
+ private:
+  size_t views_;
+  ShardCells cells_;
+  std::vector<math::CullView> culls_;
+  math::CellMargins margins_{};
+};
+
 // One block: its rows once, each in all views (a row is replayed once whatever the number of views).
-void project_block(const Frame& frame, RowRange rows, int owner, BlockRecords* per_view,
-                   Buffer<Record>& scratch, Buffer<int64_t>& scratch_row) {
+void project_block(const Frame& frame, const CellTest& test, RowRange rows, int owner, BlockRecords* per_view,
+                   Buffer<Record>& scratch, Buffer<int64_t>& scratch_row, CullCounts& culled) {
   const int64_t views = static_cast<int64_t>(frame.views.size());
   std::vector<int64_t> counts(frame.views.size(), 0);
+  std::vector<char> seen;
   RowValues values;
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    load_geometry(frame, row, values);
-    bool has_sh = false;
-    for (int64_t v = 0; v < views; ++v) {
-      const int64_t slot = v * kBlockRows + counts[v];
-      if (make_record(frame, frame.views[v], row, values, has_sh, scratch[slot])) {
-        scratch_row[slot] = row;
-        ++counts[v];
+  for (int64_t first = rows.begin; first < rows.end; first += kCellRows) {
+    const int64_t seeing = test(first, seen), end = std::min(rows.end, first + kCellRows);
+    if (seeing == 0) continue;
+    if (test.cells() > 0) ++culled.cells_kept;
+    culled.candidates += seeing * (end - first);
+    for (int64_t row = first; row < end; ++row) {
+      load_geometry(frame, row, values);
+      bool has_sh = false;
+      for (int64_t v = 0; v < views; ++v) {
+        const int64_t slot = v * kBlockRows + counts[v];
+        if (seen[v] && make_record(frame, frame.views[v], row, values, has_sh, scratch[slot])) {
+          scratch_row[slot] = row;
+          ++counts[v];
+        }
       }
     }
   }
@@ -86,13 +126,21 @@ void project_shard(const Frame& frame, RowRange rows, int owner, ShardRecords& o
   const int64_t views = static_cast<int64_t>(frame.views.size());
   const int64_t blocks = rows.empty() ? 0 : block_count(rows);
   std::vector<BlockRecords> found(static_cast<size_t>(blocks * views));
+  std::vector<CullCounts> culled(static_cast<size_t>(blocks));
+  const CellTest test(frame, owner);
   parallel_for(blocks, 4, [&](int64_t begin, int64_t end) {
     Buffer<Record> scratch(views * kBlockRows, owner);
     Buffer<int64_t> scratch_row(views * kBlockRows, owner);
     for (int64_t block = begin; block < end; ++block) {
-      project_block(frame, block_rows(rows, block), owner, &found[block * views], scratch, scratch_row);
+      project_block(frame, test, block_rows(rows, block), owner, &found[block * views], scratch, scratch_row,
+                    culled[block]);
     }
   });
+  out.culled = {test.cells(), 0, 0};
+  for (const CullCounts& part : culled) {
+    out.culled.cells_kept += part.cells_kept;
+    out.culled.candidates += part.candidates;
+  }
 
   // Blocks in order of (view, row).
   std::vector<int64_t> target(static_cast<size_t>(blocks * views));

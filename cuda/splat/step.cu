@@ -18,6 +18,7 @@
 
 #include "math/adam.h"
 #include "memory/transfer.h"
+#include "splat/cells.h"
 #include "splat/kernels.h"
 #include "splat/project.h"
 #include "splat/replay.h"
@@ -74,6 +75,7 @@ struct StepInput {
   const float* weights;                // [2] on the device, or null: the two below
   float opacity_weight, scale_weight;  // of the regularisers, divided by the rows seen
   double* sums;                        // [blocks, 2] of opacities and scales; null: not wanted
+  ShardCells cells;                    // whose boxes are to stay right
 };
 
 // ---- a warp's rows in shared memory: all but the higher SH
@@ -368,6 +370,45 @@ __device__ __forceinline__ void update_rest(const Table& table, const WarpRows& 
   }
 }
 
+// ---- cells
+
+__device__ __forceinline__ void lower(float* to, float value) {
+  value += 0.f;  // no -0, whose bits are in neither order
+  if (value >= 0.f)
+    atomicMin(reinterpret_cast<int*>(to), __float_as_int(value));
+  else
+    atomicMax(reinterpret_cast<unsigned*>(to), __float_as_uint(value));
+}
+__device__ __forceinline__ void raise(float* to, float value) {
+  value += 0.f;
+  if (value >= 0.f)
+    atomicMax(reinterpret_cast<int*>(to), __float_as_int(value));
+  else
+    atomicMin(reinterpret_cast<unsigned*>(to), __float_as_uint(value));
+}
+
+// Takes the row into its cell, as it is going to be stored. Most stay inside.
+__device__ __forceinline__ void expand_cell(const ShardCells& cells, const LaneRow& mine) {
+  const float* const mean = mine.data + first_float(0);
+  const float* const log_scale = mine.data + first_float(2);
+  const float* const logit = mine.data + first_float(3);
+  const math::CellRow row{
+      {mean[0], mean[1], mean[2]},
+      {log_scale[0], log_scale[1], log_scale[2]},
+      logit[0],
+      math::drift_ratio_of(logit[WarpRows::kFloats], logit[2 * WarpRows::kFloats], cells.moment_ratio)};
+  if (!row.finite()) return;
+  const math::CellDemand wanted(row, cells.logit_drift);
+  math::Cell& cell = cells.of(mine.row);
+  if (wanted.met_by(cell)) return;
+  for (int i = 0; i < 3; ++i) {
+    if (wanted.mean[i] < cell.low[i]) lower(&cell.low[i], wanted.mean[i]);
+    if (wanted.mean[i] > cell.high[i]) raise(&cell.high[i], wanted.mean[i]);
+  }
+  if (wanted.log_scale > cell.log_scale) raise(&cell.log_scale, wanted.log_scale);
+  if (wanted.log_reach > cell.log_reach) raise(&cell.log_reach, wanted.log_reach);
+}
+
 // ---- the step
 
 // Of the higher SH by row: the gradient before phase 2, the coefficient before the step after it.
@@ -484,6 +525,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     }
     step_column<3>(in, constants, mine, 0, dL_dmean, mean);
     for (int axis = 0; axis < 3; ++axis) mine.data[axis] = mean[axis] + noise[axis];
+    if (in.cells.cell) expand_cell(in.cells, mine);
     in.table.state.last_step[mine.row] = static_cast<int32_t>(in.now.number);
   }
   store_rows<kHalf>(in.table, rows, lane, in.now.number);
@@ -651,7 +693,9 @@ class ShardStep {
   }
 
   void run(const SplatColumns& columns, const AdamState& state, const History::Step& now,
-           const float* device_weights, float opacity_weight, float scale_weight, bool wanted_means) {
+           const float* device_weights, float opacity_weight, float scale_weight,
+           const StepSettings& settings) {
+    const bool wanted_means = settings.wanted_means;
     if (lists_.empty()) return;
     const unsigned blocks = blocks_for(most_rows_, kStepThreads);
     Buffer<double> part(wanted_means ? int64_t{blocks} * 2 : 0, shard_);
@@ -662,7 +706,8 @@ class ShardStep {
                        device_weights,
                        opacity_weight,
                        scale_weight,
-                       part.data()};
+                       part.data(),
+                       settings.cells ? settings.cells->of_shard(static_cast<size_t>(shard_)) : ShardCells{}};
     launch(in, blocks);
     KERNEL_CHECK("step", shard_, most_rows_);
     if (!wanted_means) return;
@@ -798,7 +843,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
     work[static_cast<size_t>(shard.index)].run(
         columns, state, now, weights[static_cast<size_t>(shard.index)].data(),
         static_cast<float>(settings.opacity_reg / most_rows),
-        static_cast<float>(settings.scale_reg / (3.0 * most_rows)), settings.wanted_means);
+        static_cast<float>(settings.scale_reg / (3.0 * most_rows)), settings);
   });
   if (!settings.wanted_means) {
     if (!known) report.rows_seen = -1;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "splat/cells.h"
 #include "splat/columns.h"
 #include "splat/frame.h"
 #include "splat/history.h"
@@ -23,6 +24,7 @@ struct StepSettings {
   double scale_reg = 0.0;              // weight of the mean scale of the rows seen, over rows and axes
   bool wanted_means = true;            // of the report; without them a step does not wait for the GPU
   RowStatistics statistics;            // to which the frames are added; null: to none
+  const Cells* cells = nullptr;        // whose boxes the step keeps up to date; they hold before it
 };
 
 struct StepReport {

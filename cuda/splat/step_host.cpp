@@ -11,6 +11,7 @@
 
 #include "math/adam.h"
 #include "mesh/fork_join.h"
+#include "splat/cell_row.h"
 #include "splat/project.h"
 #include "splat/replay.h"
 #include "splat/step_check.h"
@@ -20,6 +21,7 @@ namespace mgpu::splat {
 namespace {
 
 constexpr int64_t kRowsPerPiece = 4096;
+static_assert(kRowsPerPiece % kCellRows == 0);  // a cell is written by one thread
 constexpr int kMaxRowFloats = 11 + 3 * math::kMaxShCount;
 
 void load(const FloatArray& from, int64_t begin, int count, float* to) {
@@ -208,6 +210,11 @@ void for_each_seen_row(const std::vector<RecordList>& lists, RowRange range, con
   }
 }
 
+void expand_cell(const ShardCells& cells, const SplatColumns& columns, const AdamState& state, int64_t row) {
+  const math::CellRow stored = stored_cell_row(columns, state, row, cells.moment_ratio);
+  if (stored.finite()) math::join(cells.of(row), {stored, cells.logit_drift});
+}
+
 }  // namespace
 
 StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& columns, const AdamState& state,
@@ -257,6 +264,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
 
   for_each_piece("step", [&](size_t shard, RowRange range, size_t piece) {
     RowInHand hand(columns, state, missed);
+    const ShardCells cells = settings.cells ? settings.cells->of_shard(shard) : ShardCells{};
     PieceSums& sum = sums[shard][piece];
     float gradient[kMaxRowFloats], step_size[kMaxRowFloats];
     hand.spread(now.step_size, step_size);
@@ -284,6 +292,7 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
       }
       hand.step(now, step_size, gradient);
       hand.store(now.number);
+      if (cells.cell) expand_cell(cells, columns, state, row);
     });
   });
   for (const auto& pieces : sums) {

@@ -74,6 +74,7 @@ TrainOutcome train_step(Frame& frame, std::vector<const Frame*> pending,
       history.push(settings.step.lrs, settings.step.noise_scale);
     });
   }
+  for (const ShardRecords& shard : frame.shards) out.culled.push_back(shard.culled);
   out.times = frame.times;
   out.links = frame.links;
   return out;

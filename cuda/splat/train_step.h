@@ -34,8 +34,9 @@ struct TrainOutcome {
   Buffer<float> losses;              // lead shard; [views, 3]: loss, L1, SSIM
   std::vector<double> dL_dviewmats;  // [views, 12], row-major 3x4; empty if not wanted
   StepReport step;
-  std::vector<StageTime> times;  // in the order they ran, as Frame::times
-  FrameLinks links;              // as Frame::links
+  std::vector<StageTime> times;    // in the order they ran, as Frame::times
+  FrameLinks links;                // as Frame::links
+  std::vector<CullCounts> culled;  // [shards]
 };
 
 // Trains on the mean loss of the frame's views. The frame has columns, state, history, views, settings and

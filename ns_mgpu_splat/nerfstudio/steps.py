@@ -160,6 +160,10 @@ class NativeSteps:
             for shard, used in enumerate(shard_memory()):
                 values[f"memory_mib/shard_{shard}"] = used / 2**20
             values.update(model.partition_metrics())
+            culled = {name: sum(shards) for name, shards in report.culled.items()}
+            values["cull/candidate_rows"] = culled["candidates"]
+            if culled["cells"]:
+                values["cull/cells_kept_share"] = culled["cells_kept"] / culled["cells"]
             model.camera_optimizer.get_metrics_dict(values)
             return values
 

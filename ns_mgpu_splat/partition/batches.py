@@ -27,7 +27,9 @@ def visible_rows(table: SplatTable, cameras: Sequence[Camera]) -> NDArray[np.flo
     degree = table.sh_degree
     return np.array(
         [
-            native().splat_project(table.columns(), [camera.arguments()], False, degree).counts()["visible"]
+            native()
+            .splat_project(table.columns(), [camera.arguments()], False, degree, table.cells)
+            .counts()["visible"]
             for camera in cameras
         ],
         np.float64,

@@ -118,7 +118,12 @@ class SplatAdam:
         if lrs is not None:
             self.set_lrs(lrs)
         report = native().splat_step(
-            self.pending, self.table.columns(), self.state(), self.history, *self.step_arguments()
+            self.pending,
+            self.table.columns(),
+            self.state(),
+            self.history,
+            *self.step_arguments(),
+            self.table.cells,
         )
         self.stepped(report)
 
@@ -149,7 +154,7 @@ class SplatAdam:
         """Bring every row up to date with the latest step."""
         if self.pending:
             raise ValueError("flush() with gradients pending: call step() or zero_pending() first.")
-        native().splat_flush(self.table.columns(), self.state(), self.history)
+        native().splat_flush(self.table.columns(), self.state(), self.history, self.table.cells)
 
     # ---- growing and shrinking
 

@@ -54,7 +54,8 @@ def project(
     degree = check_sh_degree(sh_degree, columns[5])
     if not isinstance(camera, Camera):
         raise ValueError(f"camera is a {type(camera).__name__}, expected ns_mgpu_splat.Camera.")
-    return Records(*_Project.apply(camera, bool(antialias), degree, stack_viewmats([camera]), *columns))
+    viewmats = stack_viewmats([camera])
+    return Records(*_Project.apply(camera, bool(antialias), degree, table.cells, viewmats, *columns))
 
 
 class _Project(torch.autograd.Function):
@@ -62,10 +63,16 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, camera: Camera, antialias: bool, degree: int, viewmats: Tensor | None, *columns: Tensor
+        ctx: Any,
+        camera: Camera,
+        antialias: bool,
+        degree: int,
+        cells: Any,
+        viewmats: Tensor | None,
+        *columns: Tensor,
     ) -> tuple[Tensor, ...]:
         """Stage 2 of the design's flow."""
-        ctx.frame = native().splat_project(columns, [camera.arguments()], antialias, degree)
+        ctx.frame = native().splat_project(columns, [camera.arguments()], antialias, degree, cells)
         row, _, *values = ctx.frame.records()
         row = row.to(columns[0].device)
         ctx.save_for_backward(*columns)
@@ -81,6 +88,6 @@ class _Project(torch.autograd.Function):
         module = native()
         module.splat_records_backward(ctx.frame, list(grads))
         columns, viewmats = module.splat_param_grads(
-            ctx.frame, list(ctx.needs_input_grad[4:]), ctx.needs_input_grad[3]
+            ctx.frame, list(ctx.needs_input_grad[5:]), ctx.needs_input_grad[4]
         )
-        return None, None, None, viewmats, *columns
+        return None, None, None, None, viewmats, *columns

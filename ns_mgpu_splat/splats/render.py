@@ -95,6 +95,7 @@ def render(
         optimizer is not None and optimizer.wants_absgrad,
         optimizer,
         torch.is_grad_enabled(),
+        table.cells,
     )
     images = _Render.apply(call, stack_viewmats(cameras), *columns)
     results = [Rendered(*images[3 * i : 3 * i + 3]) for i in range(len(cameras))]
@@ -116,6 +117,7 @@ class _Call:
     wanted_absgrad: bool
     optimizer: SplatAdam | None
     wanted_backward: bool
+    cells: Any
 
 
 class _Render(torch.autograd.Function):
@@ -138,6 +140,7 @@ class _Render(torch.autograd.Function):
             call.wanted_depth,
             wanted_backward=call.wanted_backward,
             wanted_absgrad=call.wanted_absgrad,
+            cells=call.cells,
         )
         ctx.optimizer, ctx.returned = optimizer, False
         flat = tuple(image for triple in images for image in triple)

@@ -66,6 +66,10 @@ class SplatTable:
     sh0: nn.Parameter
     shN: nn.Parameter
 
+    cells: Any
+    """Boxes of runs of rows, by which renders find the rows that a camera may see (cuda/splat/cells.h). Kept by all that
+    this package does. Who writes columns behind autograd's back (`table.means.data[...] = ...`) calls `cells.forget()`."""
+
     def __init__(
         self, num_rows: int, *, sh_degree: int = 3, capacity: int | None = None, half: bool = False
     ) -> None:
@@ -85,6 +89,7 @@ class SplatTable:
         from ns_mgpu_splat.device import init
 
         init()
+        self.cells = native().TableCells()
         for name, shape in column_shapes(num_rows, sh_degree).items():
             dtype = torch.float16 if half and name == "shN" else torch.float32
             setattr(self, name, nn.Parameter(reserve(shape, self._capacity, dtype)))
@@ -303,6 +308,7 @@ class SplatTable:
                 "a larger capacity (or max_gaussians)."
             )
         if rows > self.num_rows:
+            self.cells.forget()
             for column in self.columns():
                 grow_parameter(column, rows)
 
@@ -314,6 +320,7 @@ class SplatTable:
         if rows > self.num_rows:
             raise ValueError(f"shrink({rows:,}) on a table of {self.num_rows:,} rows; use grow().")
         if rows < self.num_rows:
+            self.cells.forget()
             for column in self.columns():
                 shrink_parameter(column, rows)
 
@@ -372,6 +379,7 @@ class SplatTable:
         if self.num_rows <= rows <= self.capacity == capacity:
             self.grow(rows)
             return
+        self.cells.forget()
         for column in self.columns():
             column.grad = None
             column.data = resized(column.data, rows, capacity)

@@ -39,6 +39,11 @@ class TrainReport:
         return [dict(zip(("loss", "l1", "ssim"), values, strict=True)) for values in self._result.losses()]
 
     @property
+    def culled(self) -> dict[str, list[int]]:
+        """By shard: `cells`, `cells_kept` by some camera, and `candidates`, pairs of a row and a camera that were projected."""
+        return self._result.culled
+
+    @property
     def times(self) -> list[tuple[str, float]]:
         """Seconds by stage: the host's, or with MGPU_STAGE_TIMES=1 the GPUs'."""
         return self._result.times
@@ -130,6 +135,7 @@ def train_step(
         not accumulate,
         images,
         *optimizer.step_arguments(),
+        table.cells,
     )
     if accumulate:
         optimizer.pending.append(result.frame)

@@ -29,6 +29,8 @@
 #include "mesh/launch.h"
 #include "splat/assign.h"
 #include "splat/bin.h"
+#include "splat/cell_row.h"
+#include "splat/cells.h"
 #include "splat/densify.h"
 #include "splat/exchange.h"
 #include "splat/history.h"
@@ -997,6 +999,233 @@ void check_cull() {
          0.3 * static_cast<double>(total - seen));
 }
 
+// The same of boxes: rows are stored in one, and seen where drift and noise may have taken them; at an
+// opacity that moments may have brought about.
+void check_cell_cull() {
+  std::mt19937_64 engine(23);
+  std::normal_distribution<float> normal;
+  std::uniform_real_distribution<float> unit(0.f, 1.f);
+  int64_t lost = 0, seen = 0, rejected = 0, cells = 0, empty = 0;
+  constexpr int kRows = 24;
+  constexpr float kRatio = 9.f, kLogitDrift = 0.2f;
+  for (int scene = 0; scene < 400; ++scene) {
+    const float far = std::pow(10.f, 3 * unit(engine) - 1.5f);
+    const std::vector<View> views = make_views(8, 1 + static_cast<int>(std::pow(2.f, 12 * unit(engine))),
+                                               1 + static_cast<int>(std::pow(2.f, 12 * unit(engine))));
+    View view = views[static_cast<size_t>(scene) % views.size()];
+    for (float& shift : view.translation) shift *= far;
+    const math::CullView cull = math::make_cull_view(view);
+    for (int i = 0; i < 400; ++i, ++cells) {
+      math::CellMargins margins{};
+      if (i % 4 > 1) margins.mean = far * 0.02f * unit(engine), margins.log_scale = 0.3f * unit(engine);
+      const float log_scale = std::log(far) - 1 - 6 * unit(engine), width = 0.3f * far * unit(engine);
+      if (i % 2) margins.noise = 0.05f * far * unit(engine) * std::exp(-2 * log_scale);
+      math::Cell cell = math::empty_cell();
+      math::CellRow rows[kRows];
+      float middle[3];
+      for (float& x : middle) x = 5 * far * normal(engine);
+      for (math::CellRow& row : rows) {
+        for (int k = 0; k < 3; ++k) {
+          row.mean[k] = middle[k] + width * normal(engine);
+          row.log_scale[k] = log_scale + normal(engine);
+        }
+        row.logit = 3 * normal(engine) - 2;
+        row.drift_ratio = kRatio * unit(engine);
+        const math::CellDemand demand(row, kLogitDrift);
+        math::join(cell, demand);
+        if (!demand.met_by(cell)) ++lost;
+      }
+      const bool unseen = math::surely_unseen(cull, cell, margins);
+      bool any = false;
+      for (const math::CellRow& row : rows) {
+        float mean[3], quat[4], scales[3], largest = -INFINITY, drawn[3], length = 0;
+        for (int k = 0; k < 3; ++k) {
+          scales[k] = row.log_scale[k] + 0.999f * margins.log_scale * (2 * unit(engine) - 1);
+          largest = std::max(largest, scales[k]);
+          drawn[k] = normal(engine);
+          length += drawn[k] * drawn[k];
+        }
+        const float logit = row.logit - row.drift_ratio * kLogitDrift * unit(engine);
+        const float opacity = 1 / (1 + std::exp(-logit)),
+                    gate = 1 / (1 + std::exp(100 * (opacity - 0.005f)));  // of add_mcmc_noise
+        const float reach = 0.999f * margins.noise * std::exp(2 * largest) * gate / std::sqrt(length);
+        for (int k = 0; k < 3; ++k)
+          mean[k] =
+              row.mean[k] + 0.999f * margins.mean * (2 * unit(engine) - 1) + (i % 2 ? reach * drawn[k] : 0);
+        for (float& value : quat) value = normal(engine);
+        math::Projected p;
+        any |= math::project_gaussian(view, mean, quat, scales, 6 * normal(engine), false, p);
+      }
+      lost += any && unseen;
+      seen += any;
+      if (i % 4 == 0) {  // of boxes without margins
+        empty += !any;
+        rejected += unseen;
+      }
+    }
+  }
+  report("cell cull", "cells of visible rows rejected", static_cast<double>(lost), 0);
+  report("cell cull", "few cells are seen", static_cast<double>(cells) / std::max<double>(1, seen), 20);
+  report("cell cull", "cells of hidden rows kept", static_cast<double>(empty - rejected), 0.6 * empty);
+}
+
+// Rows along a Z curve of their means.
+void sort_rows(Table& table) {
+  const auto key = [&](int64_t row) {
+    uint64_t bits = 0;
+    for (int axis = 0; axis < 3; ++axis) {
+      const float x = table.column[0][static_cast<size_t>(3 * row + axis)];
+      const auto cell = static_cast<uint64_t>(x > -16.f && x < 15.9f ? 32.f * (x + 16.f) : 1023.f);
+      for (int b = 0; b < 10; ++b) bits |= (cell >> b & 1) << (3 * b + axis);
+    }
+    return bits;
+  };
+  std::vector<std::pair<uint64_t, int64_t>> order;
+  for (int64_t row = 0; row < table.rows; ++row) order.emplace_back(key(row), row);
+  std::sort(order.begin(), order.end());
+  for (int c = 0; c < kColumns; ++c) {
+    for (auto* column : {&table.column[c], &table.exp_avg[c], &table.exp_avg_sq[c]}) {
+      const std::vector<float> from = *column;
+      for (int64_t row = 0; row < table.rows; ++row)
+        std::copy_n(from.data() + order[static_cast<size_t>(row)].second * kFloats[c], kFloats[c],
+                    column->data() + row * kFloats[c]);
+    }
+  }
+  const std::vector<int32_t> last_step = table.last_step;
+  for (int64_t row = 0; row < table.rows; ++row)
+    table.last_step[static_cast<size_t>(row)] =
+        last_step[static_cast<size_t>(order[static_cast<size_t>(row)].second)];
+  table.send();
+}
+
+// Rows outside of their boxes, and the largest difference from boxes that are measured on the host.
+void check_boxes(const std::string& name, const Cells& cells, Table& table, bool exact) {
+  const std::vector<math::Cell> got = cells.to_host();
+  const SplatColumns columns = table.host();
+  const AdamState state = table.host_state();
+  int64_t outside = 0, differ = 0;
+  double reach = 0;
+  size_t next = 0;
+  for (size_t shard = 0; shard < cells.homes().size(); ++shard) {
+    const ShardCells of_shard = cells.of_shard(shard);
+    const RowRange home = cells.homes()[shard];
+    for (int64_t first = home.begin; first < home.end; first += kCellRows, ++next) {
+      math::Cell want = math::empty_cell();
+      for (int64_t row = first; row < std::min(home.end, first + kCellRows); ++row) {
+        const math::CellRow stored = stored_cell_row(columns, state, row, of_shard.moment_ratio);
+        if (!stored.finite()) continue;
+        const math::CellDemand demand(stored, of_shard.logit_drift);
+        math::join(want, demand);
+        math::CellDemand rounded = demand;  // roots and exponentials are not the host's
+        rounded.log_reach -= 1e-3f;
+        outside += !rounded.met_by(got[next]);
+      }
+      for (int i = 0; i < 3; ++i) {
+        differ += got[next].low[i] != want.low[i];
+        differ += got[next].high[i] != want.high[i];
+      }
+      differ += got[next].log_scale != want.log_scale;
+      if (want.log_reach != got[next].log_reach)
+        reach = std::max<double>(reach, std::fabs(want.log_reach - got[next].log_reach));
+    }
+  }
+  report(name, "rows outside of boxes", static_cast<double>(outside), 0);
+  if (!exact) return;
+  report(name, "numbers of boxes", static_cast<double>(differ), 0);
+  report(name, "log reach", reach, 1e-3);
+}
+
+int64_t records_that_differ(const Frame& a, const Frame& b) {
+  int64_t count = 0;
+  for (size_t shard = 0; shard < a.shards.size(); ++shard) {
+    const HomeRecords x = home_records(a, shard), y = home_records(b, shard);
+    if (x.row != y.row || x.view != y.view) return -1;
+    for (size_t i = 0; i < x.record.size(); ++i)
+      count += std::memcmp(&x.record[i], &y.record[i], sizeof(Record)) != 0;
+  }
+  return count;
+}
+
+// Frames by cells are those without; a step keeps the boxes right, and what its rows miss later is covered.
+void check_cells(int64_t rows, int views, bool sorted, bool several_steps) {
+  char label[120];
+  std::snprintf(label, sizeof label, "[%d shards, %lld rows, %d views, %s cells]", mesh().size(),
+                static_cast<long long>(rows), views, sorted ? "sorted" : "unsorted");
+  const std::string name = label;
+  History history = make_history(12);
+  Table table = make_table(rows, 5 + rows, -3.2f, true, history.base(), history.now());
+  if (sorted) sort_rows(table);
+  std::vector<View> cameras = make_views(views, 300, 200);
+  const AdamState state = table.device_state();
+  Cells cells;
+  const auto frame_with = [&](const Cells* used) {
+    Frame frame = make_frame(table, cameras, &history, 3, false, false);
+    frame.cells = used;
+    assign_tiles(frame);
+    run_project(frame);
+    return frame;
+  };
+  const auto measure = [&] {
+    const DriftBounds bounds = drift_bounds(history.view(), false);
+    if (!cells.any() || !cells.hold(make_frame(table, cameras, &history, 3, false, false).homes, &bounds))
+      cells.build(table.device(), &state, &bounds,
+                  make_frame(table, cameras, &history, 3, false, false).homes);
+  };
+  measure();
+  check_boxes(name, cells, table, true);
+  for (int step_number = 0; step_number < (several_steps ? 6 : 1); ++step_number) {
+    measure();
+    const Frame plain = frame_with(nullptr), culled = frame_with(&cells);
+    const double differ = static_cast<double>(records_that_differ(plain, culled));
+    report(name + " records", "differ", std::fabs(differ), 0);
+    int64_t kept = 0, all = 0, candidates = 0, plain_candidates = 0;
+    for (const ShardRecords& shard : culled.shards) {
+      kept += shard.culled.cells_kept;
+      all += shard.culled.cells;
+      candidates += shard.culled.candidates;
+    }
+    for (const ShardRecords& shard : plain.shards) plain_candidates += shard.culled.candidates;
+    report(name + " candidates", "more than without cells",
+           static_cast<double>(std::max<int64_t>(0, candidates - plain_candidates)), 0);
+    if (sorted && rows > 20000 && views == 1) report(name, "cells kept of all", 1.0 * kept / all, 0.8);
+    Frame frame = make_frame(table, cameras, &history, 3, false, false);
+    frame.cells = &cells;
+    Images images(cameras), grads(cameras);
+    grads.fill(17 + static_cast<uint64_t>(step_number));
+    run_forward(frame, images.pointers());
+    run_backward(frame, grads.grads(false));
+    StepSettings settings;
+    settings.lrs = {2e-2, 2e-3, 1e-2, 4e-2, 5e-3, 6e-4};
+    settings.noise_scale = 0.5;
+    settings.cells = &cells;
+    step({&frame}, table.device(), table.device_state(), history, settings);
+    history.push(settings.lrs, settings.noise_scale);
+    for (int c = 0; c < kColumns; ++c) {
+      table.column[c] = to_vector(table.device_column[c]);
+      table.exp_avg[c] = to_vector(table.device_exp_avg[c]);
+      table.exp_avg_sq[c] = to_vector(table.device_exp_avg_sq[c]);
+    }
+    table.last_step = to_vector(table.device_last_step);
+    check_boxes(name + " after a step", cells, table, false);
+    const size_t turn = static_cast<size_t>(step_number + 1) % 8;  // so that other rows miss steps
+    cameras = make_views(8, 300, 200);
+    int64_t tile_begin = 0;
+    std::rotate(cameras.begin(), cameras.begin() + static_cast<std::ptrdiff_t>(turn), cameras.end());
+    cameras.resize(static_cast<size_t>(views));
+    for (View& view : cameras) {
+      view.tile_begin = tile_begin;
+      tile_begin += view.tile_count();
+    }
+  }
+  if (rows < 1000) return;
+  std::vector<math::Cell> broken = cells.to_host();  // what the comparison is worth
+  for (math::Cell& cell : broken)
+    for (int i = 0; i < 3; ++i) cell.low[i] = cell.high[i] = 1e5f;
+  cells.from_host(broken);
+  const Frame plain = frame_with(nullptr), culled = frame_with(&cells);
+  report(name + " broken boxes", "are not noticed", records_that_differ(plain, culled) == 0, 0);
+}
+
 // Two frames in one step.
 void check_two_frames(int64_t rows) {
   History history = make_history(5);
@@ -1592,6 +1821,15 @@ void check_losses() {
   check_loss(150, 151, false, true, 0.2f);
 }
 
+void check_all_cells() {
+  for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{17}, int64_t{257}})
+    check_cells(rows, 2, false, false);
+  check_cells(40000, 1, true, true);
+  check_cells(40000, 3, true, true);
+  check_cells(20000, 1, false, false);
+  if (mesh().size() == 1) check_cells(1000000, 2, true, false);
+}
+
 void check_all(const std::vector<std::string>& names) {
   set_mesh(names);
   check_scene(0, 1, 100, 60, false, false, false, 3);
@@ -1606,6 +1844,7 @@ void check_all(const std::vector<std::string>& names) {
   check_lists(600, 2, 1300, 1100, -0.5f, true, 0, 2);
   check_lists(20000, 1, 4300, 4300, -4.f, false, 16, 1);
   if (mesh().size() == 1) check_lists(900000, 1, 1000, 700, -4.5f, false, 12, 0);
+  check_all_cells();
   check_two_frames(4000);
   check_losses();
   check_relocation(17);
@@ -1619,13 +1858,20 @@ void check_all(const std::vector<std::string>& names) {
 
 }  // namespace
 
-// check_stages [check|small|loss|time|all] [shard names, default: meshes of 1, 3 and 4 on GPU 0]
+// check_stages [check|small|cells|loss|time|all] [shard names, default: meshes of 1, 3 and 4 on GPU 0]
 int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "all";
   set_num_threads(16);
   try {
     if (what == "small") {
       check_small(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(3));
+    } else if (what == "cells") {
+      check_cull();
+      check_cell_cull();
+      for (const int shards : {1, 3, 4}) {
+        set_mesh(virtual_shards(shards));
+        check_all_cells();
+      }
     } else if (what == "loss") {
       for (const int shards : {1, 3}) {
         set_mesh(virtual_shards(shards));
@@ -1640,6 +1886,7 @@ int main(int count, char** arguments) {
       } else {
         check_patches(200000);
         check_cull();
+        check_cell_cull();
         for (const int shards : {1, 3, 4}) check_all(virtual_shards(shards));
         check_meshes();
         check_loss_meshes();

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs follows what the camera sees, not how many Gaussians there are: culling by cells, on and off.
+
+Two parts, on the scene of fast_step.py (gsplat's garden, replicated):
+
+    cull     the table of fast_step's rows of 9 M and 49 M, as it is made and in the order of space: milliseconds of the
+             kernels that cull, of all of an iteration, and how many cells and rows were walked
+    growth   a camera that always sees the same, from 1 M rows to 64 M: the scene is replicated all around it, but where
+             the camera would see more of it
+
+Images with and without cells are compared, bit for bit. Medians, as in fast_step.py; kernels by torch.profiler (GPU).
+
+    python benchmarks/visibility.py [--only cull growth] [--grids 9 21] [--millions 1 2 4 ...] [--size 1920x1244] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fast_step import COLUMNS, LR, Clock, Garden
+from torch import Tensor
+
+TILE = 4.0  # world units: the garden's side
+KERNELS = {
+    "cull": ("cull_kernel", "list_cells_kernel"),
+    "record": ("record_kernel",),
+    "step": ("step_kernel",),
+}
+
+
+class Scene:
+    """The garden, a table of it that grows, its optimizer and one camera."""
+
+    def __init__(self, capacity_tiles: int, size: tuple[int, int], scale: float, quick: bool) -> None:
+        import ns_mgpu_splat
+        from ns_mgpu_splat import Camera, SplatTable
+        from ns_mgpu_splat.splats.optimizer import SplatAdam
+
+        ns_mgpu_splat.init()
+        mgpu = vars(torch)["mgpu"]
+        self.on_gpu = mgpu.mesh().shards[0].startswith("cuda")
+        self.clock = Clock("mgpu", self.on_gpu, quick)
+        self.garden, self.scale, self.quick = Garden(), scale, quick
+        self.points = len(self.garden.means)
+        self.table = SplatTable(0, sh_degree=3, capacity=capacity_tiles * self.points).requires_grad_(True)
+        self.table.cells.least_rows = 0  # whatever the table's size
+        self.adam = SplatAdam(self.table, dict.fromkeys(COLUMNS, LR), report_means=False)
+        self.camera = Camera.from_K(self.garden.viewmat, self.garden.scaled(*size), *size)
+        target = torch.rand(size[1], size[0], 3, generator=torch.Generator().manual_seed(1))
+        self.target = (target * 255).round().to(torch.uint8).to("mgpu")
+
+    def add(self, offsets: list[tuple[float, float]]) -> None:
+        """One more garden at each offset."""
+        first = self.table.num_rows
+        self.adam.flush()
+        self.table.grow(first + self.points * len(offsets))
+        self.adam.grow(self.table.num_rows)
+        with torch.no_grad():
+            new = {name: column.detach()[first:] for name, column in self.table.named_columns().items()}
+            new["scales"].uniform_().mul_(0.02 * self.scale).clamp_min_(1e-9).log_()
+            new["quats"].normal_()
+            new["opacities"].uniform_().clamp_(1e-6, 1 - 1e-6).logit_()
+            new["shN"].normal_(0.0, 0.02)
+            means, sh0 = self.garden.means.to("mgpu"), self.garden.sh0.to("mgpu")
+            for i, (x, y) in enumerate(offsets):
+                at = slice(i * self.points, (i + 1) * self.points)
+                new["means"][at].copy_(means + torch.tensor([x, y, 0.0], device="mgpu"))
+                new["sh0"][at].copy_(sh0)
+
+    def iteration(self) -> Any:
+        """One training step with the full objective."""
+        from ns_mgpu_splat import train_step
+
+        return train_step(self.table, self.adam, self.camera, self.target, ssim_weight=0.2)
+
+    def image(self) -> Tensor:
+        """What the camera sees."""
+        from ns_mgpu_splat import render
+
+        with torch.no_grad():
+            return render(self.table, self.camera, optimizer=self.adam, depth=False)[0].rgb.cpu()
+
+    def kernels(self) -> dict[str, float]:
+        """Milliseconds of kernels in one iteration; none without a GPU."""
+        if not self.on_gpu:
+            return {}
+        from torch.profiler import ProfilerActivity, profile
+
+        rounds = 5
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(rounds):
+                self.iteration()
+            self.clock.wait()
+        out = dict.fromkeys(KERNELS, 0.0)
+        for event in profiled.key_averages():
+            for part, names in KERNELS.items():
+                if any(name in event.key for name in names):
+                    out[part] += event.device_time_total / 1e3 / rounds
+        return out
+
+    def measure(self, *, cells: bool) -> dict[str, Any]:
+        """Figures of an iteration with cells, or without."""
+        self.table.cells.enabled = cells
+        for _ in range(3):
+            report = self.iteration()
+        result: dict[str, Any] = {"cells": cells, "iter_ms": self.clock.median_ms(self.iteration)}
+        result["kernels_ms"] = self.kernels()
+        result["culled"] = {name: sum(counts) for name, counts in report.culled.items()}
+        result["visible"] = report._result.report["rows_seen"]
+        result["rows"] = self.table.num_rows
+        return result
+
+    def both(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Without cells and with them; their images must be the same bits."""
+        pair = self.measure(cells=False), self.measure(cells=True)
+        self.adam.flush()
+        for _ in range(2):  # by cells from the second on
+            by_cells = self.image()
+        self.table.cells.enabled = False
+        if not torch.equal(by_cells, self.image()):
+            raise RuntimeError(f"{self.table.num_rows:,} rows: the image by cells is another one")
+        return pair
+
+
+def square(grid: int) -> list[tuple[float, float]]:
+    """Offsets of a grid of gardens, as fast_step.py lays them."""
+    ends = [TILE * (i - grid // 2) for i in range(grid)]
+    return list(itertools.product(ends, ends))
+
+
+def around(garden: Garden, size: tuple[int, int]) -> Iterator[tuple[float, float]]:
+    """Offsets by distance: the nine in the middle, then those of which the camera sees nothing."""
+    low, high = garden.means.amin(0), garden.means.amax(0)
+    middle, radius = (low + high) / 2, float((high - low).norm() / 2) + 0.1
+    k, (width, height) = garden.scaled(*size), size
+    rotation, shift = garden.viewmat[:3, :3], garden.viewmat[:3, 3]
+    sides = []  # inward normals of the image's sides, in the camera
+    for axis, length in ((0, width), (1, height)):
+        focal, centre = float(k[axis, axis]), float(k[axis, 2])
+        for sign, extent in ((1.0, centre), (-1.0, length - centre)):
+            normal = torch.zeros(3)
+            normal[axis], normal[2] = sign * focal, extent
+            sides.append(normal / normal.norm())
+    places = sorted(itertools.product(range(-40, 41), repeat=2), key=lambda p: (max(map(abs, p)), p))
+    for x, y in places:
+        centre3 = rotation @ (middle + torch.tensor([TILE * x, TILE * y, 0.0])) + shift
+        hidden = float(centre3[2]) < -radius or any(float(side @ centre3) < -radius for side in sides)
+        if max(abs(x), abs(y)) <= 1 or hidden:
+            yield TILE * x, TILE * y
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    """One line."""
+    culled, kernels = result["culled"], result["kernels_ms"]
+    parts = "  ".join(f"{part} {ms:.3f}" for part, ms in kernels.items())
+    cells = f"{culled['cells_kept']:,} of {culled['cells']:,} cells" if culled["cells"] else "no cells"
+    rows, visible = result["rows"] / 1e6, result["visible"] / 1e6
+    print(
+        f"{name:18s} {rows:6.2f} M rows, {visible:5.2f} M visible, iter {result['iter_ms']:8.3f} ms;  {parts};  "
+        f"{cells}, {culled['candidates'] / 1e6:.2f} M candidates",
+        flush=True,
+    )
+
+
+def cull(grids: list[int], size: tuple[int, int], quick: bool) -> dict[str, Any]:
+    """The kernels that cull, on rows as they are made and in the order of space."""
+    out: dict[str, Any] = {}
+    for grid in grids:
+        scene = Scene(grid * grid, size, 0.5, quick)
+        scene.add(square(grid))
+        for order in ("as made", "sorted"):
+            if order == "sorted":
+                scene.table.reorder(scene.adam)
+            for result in scene.both():
+                name = f"{order}, {'cells' if result['cells'] else 'all rows'}"
+                out[f"{grid}x{grid} {name}"] = result
+                show(name, result)
+        del scene
+        vars(torch)["mgpu"].empty_cache()
+    return out
+
+
+def growth(millions: list[float], size: tuple[int, int], quick: bool) -> dict[str, Any]:
+    """The same view of ever more rows."""
+    points = len(Garden().means)
+    tiles = [max(9, round(m * 1e6 / points)) for m in millions]
+    scene = Scene(max(tiles), size, 0.5, quick)
+    places = around(scene.garden, size)
+    out: dict[str, Any] = {}
+    have = 0
+    for count in tiles:
+        scene.add(list(itertools.islice(places, count - have)))
+        have = count
+        scene.table.reorder(scene.adam)
+        for result in scene.both():
+            name = "cells" if result["cells"] else "all rows"
+            out[f"{scene.table.num_rows} {name}"] = result
+            show(name, result)
+    for name in ("all rows", "cells"):
+        times = [result["iter_ms"] for key, result in out.items() if key.endswith(f" {name}")]
+        out[f"growth {name}"] = times[-1] / times[0] - 1
+        print(
+            f"{name}: from {tiles[0] * points:,} to {tiles[-1] * points:,} rows the step grows by {out[f'growth {name}']:.1%}"
+        )
+    return out
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=["cull", "growth"], default=["cull", "growth"])
+    parser.add_argument(
+        "--grids", nargs="+", type=int, default=[9, 21], help="gardens along a side, part cull"
+    )
+    parser.add_argument(
+        "--millions", nargs="+", type=float, default=[1, 2, 4, 8, 16, 32, 64], help="of rows, part growth"
+    )
+    parser.add_argument("--size", default="1920x1244", help="of the image")
+    parser.add_argument(
+        "--quick", action="store_true", help="10 iterations of each kind instead of 30 and more"
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    width, height = (int(side) for side in arguments.size.split("x"))
+    result: dict[str, Any] = {
+        "benchmark": "visibility",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "size": arguments.size,
+    }
+    try:
+        if "cull" in arguments.only:
+            result["cull"] = cull(arguments.grids, (width, height), arguments.quick)
+        if "growth" in arguments.only:
+            result["growth"] = growth(arguments.millions, (width, height), arguments.quick)
+    finally:  # what there is
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
