@@ -378,6 +378,7 @@ class MgpuSplatTrainer(Trainer):
                 "--max-num-iterations to go on."
             )
             self.step = self._start_step - 1
+            self.training_state = "completed"
             self._after_train()
             return
         self._choose_steps()
@@ -413,7 +414,7 @@ class MgpuSplatTrainer(Trainer):
             try:
                 if self._saved_step != self.step:
                     self._save(self.step)
-            except CheckpointError as error:
+            except (CheckpointError, RuntimeError, MemoryError) as error:
                 raise SystemExit(f"mgpu-splat: {error} {self._saved_before()}") from None
             done = self.step + 1 >= self.config.max_num_iterations
             how = "That was the last one."
