@@ -131,6 +131,7 @@ def test_a_run_on_several_shards_logs_its_links_and_its_placement(resumed: Path)
 
     moved = last_values("moved")
     found = {tag.split("Train Metrics Dict/")[-1]: value for tag, value in moved.items()}
+    assert found["cull/candidate_rows"] > 0
     assert found["links/records_mib"] == pytest.approx(
         found["links/gradients_mib"], rel=0.2
     )  # renders have no way back
