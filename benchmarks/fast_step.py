@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time training steps on the table that peers were measured on: gsplat's garden scene, replicated on a grid.
 
-The scene is that of gsplat's `_helper.load_test_data(scene_grid=g)`, seed 0, with random higher SH bands (0.02 sigma),
-seen by its first camera; images of other sizes scale its calibration. For each row of the table:
+The scene is that of gsplat's `_helper.load_test_data(scene_grid=g)` with random numbers that are the same on any device, and
+random higher SH bands (0.02 sigma), seen by its first camera; images of other sizes scale its calibration. For each row of
+the table:
 
     fwd         render() in grad mode            fwd eval    render() without a way back
     fwd+bwd     train_step() with L1 against a random image, but for Adam's step
@@ -26,6 +27,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -48,6 +50,7 @@ BYTES_PER_S, LANES_PER_S = 4.3e12, 2.97e13  # of an H200: large copies; fp32 lan
 LR = 1e-6  # so small that the scene is the same in the last iteration
 NOISE_LR, REGULARISER = 0.1, 0.01
 TILE = 16
+DRAWS = 1 << 25  # random numbers at a time
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,32 @@ ROWS = {
 
 
 # ---- the scene
+
+
+def draws(first: int, count: int, stream: int, device: torch.device) -> Tensor:
+    """Uniform numbers in (0, 1) from their places alone (splitmix64), so that they are the same on any device."""
+
+    def mixed(z: Tensor, shift: int, factor: int) -> Tensor:
+        return z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+
+    z = torch.arange(first, first + count, device=device).add_(stream << 40).mul_(-0x61C8864680B583EB)
+    z = mixed(mixed(z, 30, -0x40A7B892E31B1A47), 27, -0x6B2FB644ECCEEE15)
+    return ((z >> 40).bitwise_and_(0xFFFFFF).float() + 0.5).mul_(2.0**-24)
+
+
+def fill_uniform(out: Tensor, stream: int) -> None:
+    """Fill with uniform numbers in (0, 1), some millions at a time."""
+    for first in range(0, out.numel(), DRAWS):
+        part = out.view(-1)[first : first + DRAWS]
+        part.copy_(draws(first, len(part), stream, out.device))
+
+
+def fill_normal(out: Tensor, stream: int) -> None:
+    """Fill with normal numbers, of the streams `stream` and `stream` + 1 (Box and Muller)."""
+    for first in range(0, out.numel(), DRAWS):
+        part = out.view(-1)[first : first + DRAWS]
+        u, v = (draws(first, len(part), stream + i, out.device) for i in range(2))
+        part.copy_(u.log_().mul_(-2.0).sqrt_().mul_(v.mul_(2.0 * math.pi).cos_()))
 
 
 class Garden:
@@ -109,12 +138,14 @@ class Garden:
         """Write the replicated scene into `columns`, on their device, without copies of all rows."""
         device, points = columns["means"].device, len(self.means)
         means, sh0 = self.means.to(device), self.sh0.to(device)
-        torch.manual_seed(0)
-        columns["scales"].uniform_().mul_(0.02 * scale).clamp_min_(1e-9).log_()
-        columns["quats"].normal_()
+        fill_uniform(columns["scales"], 1)
+        columns["scales"].mul_(0.02 * scale).clamp_min_(1e-9).log_()
+        fill_normal(columns["quats"], 2)
         columns["quats"].div_(columns["quats"].norm(dim=-1, keepdim=True))
-        columns["opacities"].uniform_().clamp_(1e-6, 1 - 1e-6).logit_()
-        columns["shN"].normal_(0.0, 0.02)
+        fill_uniform(columns["opacities"], 4)
+        columns["opacities"].clamp_(1e-6, 1 - 1e-6).logit_()
+        fill_normal(columns["shN"], 5)
+        columns["shN"].mul_(0.02)
         offsets = 4.0 * (torch.arange(grid) - grid // 2).float()
         for x in range(grid):
             for y in range(grid):
@@ -168,7 +199,8 @@ class Clock:
 
 def checksum(columns: dict[str, Tensor]) -> float:
     """Of what is random in the scene, so that two processes can see that they made the same."""
-    parts = [columns[name][-1000:].double().abs().sum().item() for name in ("scales", "quats", "opacities")]
+    names = ("scales", "quats", "opacities", "shN")
+    parts = [columns[name][-1000:].double().abs().sum().item() for name in names]
     return float(sum(parts))
 
 
