@@ -189,7 +189,7 @@ class Placement:
         """Of the latest update."""
         self.pages_moved = 0
         """Since the beginning."""
-        self._observed: tuple[torch.Tensor, Floats] | None = None  # middles (B, 3), rates (B,) per step
+        self._observed: tuple[Floats, Floats] | None = None  # middles (B, 3), rates (B,) per step
 
     def block_rows(self, rows: int) -> int:
         """Rows of one piece of the sequence."""
@@ -252,7 +252,7 @@ class Placement:
         seen = np.zeros(len(block_rows))
         if self._observed is not None:
             middles, rates = self._observed
-            seen = rates[torch.cdist(self._middles(table), middles).argmin(1).numpy()]
+            seen = rates[nearest(self._middles(table), middles)]
         return CostMap.from_blocks(block_rows, seen)
 
     def figures(self) -> dict[str, float]:
@@ -264,7 +264,7 @@ class Placement:
             "misplaced_mib": self.report.misplaced_bytes / 2**20,
         }
 
-    def _middles(self, table: SplatTable) -> torch.Tensor:
+    def _middles(self, table: SplatTable) -> Floats:
         """(B, 3) mean position of each piece, on the host."""
         means = table.means.detach()
 
@@ -272,7 +272,7 @@ class Placement:
             return means[begin:end].view(-1, size, 3).mean(1)
 
         middles = _by_block(middle, table.num_rows, self.block_rows(table.num_rows))
-        return torch.from_numpy(np.nan_to_num(middles, posinf=0.0, neginf=0.0))
+        return np.nan_to_num(middles, posinf=0.0, neginf=0.0)
 
     def _pays(
         self,
@@ -297,6 +297,17 @@ class Placement:
         saved = settings.horizon * gain * step_bytes / settings.memory_speed
         crowded = row_imbalance(stay) > max(settings.crowded, row_imbalance(homes))
         return crowded or saved > moved_rows * bytes_a_row / settings.page_speed
+
+
+def nearest(points: Floats, others: Floats) -> NDArray[np.intp]:
+    """(A,) number of the nearest of `others` (B, 3) to each of `points` (A, 3), but for rounding to float32.
+
+    NumPy's argmin of float32 goes by vectors: 2 ms for a thousand of each, where torch.cdist and its argmin take 100.
+    """
+    centre = others.mean(0)
+    near, far = (points - centre).astype(np.float32), (others - centre).astype(np.float32)
+    closeness: NDArray[np.float32] = (far**2).sum(1) - 2 * near @ far.T
+    return closeness.argmin(1)
 
 
 def shard_count() -> int:

@@ -19,6 +19,7 @@ from ns_mgpu_splat.partition.placement import (
     PlacementSettings,
     cut,
     imbalance,
+    nearest,
     page_starts,
 )
 
@@ -121,6 +122,15 @@ def test_boundaries_that_move_are_right_and_stay(seed: int) -> None:
     for old, new, share in zip(before, bounds(homes), wanted, strict=True):
         kept = abs(float(costs.before([old])[0]) - share) * 8 <= 0.05
         assert (old == new) == (kept or old == round(costs.row_at(share)))
+
+
+def test_the_nearest_piece_is_found() -> None:
+    """Against all distances in float64; far from the origin, where float32 without a centre would be coarse."""
+    rng = np.random.default_rng(0)
+    points, others = (rng.random((n, 3)) + np.array([5000.0, -3000.0, 100.0]) for n in (300, 200))
+    distance = np.linalg.norm(points[:, None] - others[None], axis=2)
+    found = nearest(points, others)
+    assert (distance[np.arange(300), found] <= distance.min(1) + 1e-5).all()
 
 
 # ---- on the mesh
