@@ -196,7 +196,9 @@ struct Frame {
   const Cells* cells = nullptr;            // that bound the columns; null: all rows are walked
   std::shared_ptr<const void> keep_alive;  // whoever owns what columns, state and history point to
   std::vector<RowRange> homes;             // [shards], ascending
-  TileRanges ranges;                       // whose tiles are whose
+  std::vector<std::vector<RowRange>>
+      bands;          // [views][shards]: rows that each shard's loss works on; train_step
+  TileRanges ranges;  // whose tiles are whose
   std::vector<std::shared_ptr<const TileCurve>> curves;  // [views], behind the pointers in `views`
   std::vector<ShardRecords> shards;                      // [shards]
   std::vector<std::vector<Parcel>> parcels;              // [home][owner]

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <numeric>
 
+#include "splat/bands.h"
 #include "splat/frame.h"
-#include "splat/loss.h"
 
 namespace mgpu::splat {
 
@@ -22,19 +22,6 @@ std::mutex& totals_mutex() {
 LinkTotals& totals() {
   static LinkTotals instance;
   return instance;
-}
-
-// Columns of pixels of one owner in each row of tiles of a view: [owner, tile row].
-std::vector<int64_t> owned_columns(const Frame& frame, const View& view) {
-  std::vector<int64_t> columns(frame.owners.size() * static_cast<size_t>(view.tiles_y), 0);
-  for (int y = 0; y < view.tiles_y; ++y) {
-    for (int x = 0; x < view.tiles_x; ++x) {
-      const int owner = frame.ranges.owner_of(view.position_of(int64_t{y} * view.tiles_x + x));
-      columns[static_cast<size_t>(owner) * view.tiles_y + y] +=
-          std::min(kTileSize, view.width - x * kTileSize);
-    }
-  }
-  return columns;
 }
 
 }  // namespace
@@ -104,10 +91,11 @@ void count_returned(Frame& frame) {
 void count_pixels(Frame& frame, int64_t halo) {
   const int shards = static_cast<int>(frame.homes.size());
   LinkBytes pixels(shards);
-  for (const View& view : frame.views) {
+  for (size_t v = 0; v < frame.views.size(); ++v) {
+    const View& view = frame.views[v];
     const std::vector<int64_t> columns = owned_columns(frame, view);
     for (int shard = 0; shard < shards; ++shard) {
-      const RowRange band = loss_band(view.height, shard, shards);
+      const RowRange band = frame.bands[v][static_cast<size_t>(shard)];
       if (band.empty()) continue;
       const RowRange read{std::max<int64_t>(band.begin - halo, 0),
                           std::min<int64_t>(band.end + halo, view.height)};

@@ -47,7 +47,7 @@ struct FrameLinks {
 void count_links(Frame& frame);
 // Gradients, which take the records' way back. After stage "return".
 void count_returned(Frame& frame);
-// Pixels of all views; `halo` is in rows. After stage "loss".
+// Pixels of all views by frame.bands; `halo` is in rows. After stage "loss".
 void count_pixels(Frame& frame, int64_t halo);
 
 // Sums since the process began or reset_link_totals() was called.

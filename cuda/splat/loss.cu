@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "math/ssim.h"
@@ -553,7 +554,9 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
   std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));
   const auto run = [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);
-    const RowRange band = equal_chunk(tile_rows, shard.index, shards);
+    const RowRange rows = loss_band(images, shard.index, shards);
+    const RowRange band =
+        rows.empty() ? RowRange{} : RowRange{rows.begin / kHigh, (rows.end + kHigh - 1) / kHigh};
     if (images.mask && (shard.index == 0 || !band.empty())) {
       masked[index] = Buffer<LossCounts>(1, shard.index);
       zero(masked[index]);
@@ -580,8 +583,13 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
     int64_t count = 0;
     for (const Buffer<Sums>& part : sums) count += part.size();
     all = Buffer<Sums>(count, 0);
+    std::vector<int> order(static_cast<size_t>(shards));  // of their bands
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+      return loss_band(images, a, shards).begin < loss_band(images, b, shards).begin;
+    });
     int64_t begin = 0;
-    for (int shard = 0; shard < shards; ++shard) {
+    for (const int shard : order) {
       const Buffer<Sums>& part = sums[static_cast<size_t>(shard)];
       copy_between(all.data() + begin, 0, part.data(), shard,
                    part.size() * static_cast<int64_t>(sizeof(Sums)));
@@ -597,9 +605,10 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
 
 }  // namespace
 
-RowRange loss_band(int64_t height, int shard, int shards) {
-  const RowRange rows = equal_chunk((height + kHigh - 1) / kHigh, shard, shards);
-  return {std::min(height, rows.begin * kHigh), std::min(height, rows.end * kHigh)};
+RowRange loss_band(const LossImages& images, int shard, int shards) {
+  if (images.bands) return images.bands[shard];
+  const RowRange rows = equal_chunk((images.height + kHigh - 1) / kHigh, shard, shards);
+  return {std::min(images.height, rows.begin * kHigh), std::min(images.height, rows.end * kHigh)};
 }
 
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share) {

@@ -25,6 +25,8 @@ struct LossImages {
   const uint8_t* mask = nullptr;  // [height, width], non-zero: the pixel counts; null: all do
   int64_t height = 0;
   int64_t width = 0;
+  // [shards]: rows that each shard works on, all rows once; they begin at multiples of 16. Null: equal bands.
+  const RowRange* bands = nullptr;
 };
 
 struct LossValue {
@@ -45,6 +47,6 @@ void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, f
                   float share = 1.0f);
 
 // Rows of the image that a shard works on.
-RowRange loss_band(int64_t height, int shard, int shards);
+RowRange loss_band(const LossImages& images, int shard, int shards);
 
 }  // namespace mgpu::splat

@@ -371,7 +371,9 @@ T in_order(const std::vector<T>& rows) {
 
 }  // namespace
 
-RowRange loss_band(int64_t height, int shard, int shards) { return equal_chunk(height, shard, shards); }
+RowRange loss_band(const LossImages& images, int shard, int shards) {
+  return images.bands ? images.bands[shard] : equal_chunk(images.height, shard, shards);
+}
 
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share) {
   const int shards = mesh().size();
@@ -385,13 +387,13 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, f
 
   std::vector<BandRows> bands;
   for (const Shard& shard : mesh().shards()) {
-    const RowRange band = loss_band(images.height, shard.index, shards);
+    const RowRange band = loss_band(images, shard.index, shards);
     bands.emplace_back(images, band, shard.index, shards, dL_drgb != nullptr);
   }
   auto rows_of = [&](const Shard& shard) -> BandRows& { return bands[static_cast<size_t>(shard.index)]; };
   for_each_shard("loss exchange", [&](const Shard& shard) { rows_of(shard).pull(); }, Access::kExchange);
   for_each_shard("loss count", [&](const Shard& shard) {
-    const RowRange band = loss_band(images.height, shard.index, shards);
+    const RowRange band = loss_band(images, shard.index, shards);
     for (int64_t row = band.begin; row < band.end; ++row)
       count_row(images, rows_of(shard), any_centre, row, sums);
   });
@@ -403,7 +405,7 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, f
                                                                static_cast<double>(centres))
                                   : 0.0f};
   for_each_shard("loss", [&](const Shard& shard) {
-    const RowRange band = loss_band(images.height, shard.index, shards);
+    const RowRange band = loss_band(images, shard.index, shards);
     const int64_t grain = std::max(kSmallestBand, (band.size() + num_threads() - 1) / num_threads());
     parallel_for(band.size(), grain, [&](int64_t begin, int64_t end) {
       const RowRange own{band.begin + begin, band.begin + end};

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "math/ssim.h"
+#include "splat/bands.h"
 #include "splat/loss.h"
 #include "splat/pipeline.h"
 #include "splat/project.h"
@@ -32,6 +33,7 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
   const bool several = frame.homes.size() > 1;
 
   std::vector<ImageGradPointers> grads(views);
+  if (several) frame.bands = bands_of_owners(frame);
   run_stage(frame, "loss", [&] {
     for (size_t v = 0; v < views; ++v) {
       gradient[v] = Buffer<float>(3 * pixels_of(frame.views[v]), kExchange);
@@ -42,6 +44,7 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
       loss.mask = targets[v].mask;
       loss.height = frame.views[v].height;
       loss.width = frame.views[v].width;
+      if (several) loss.bands = frame.bands[v].data();
       if (several) transport().share_tiles(frame, static_cast<int>(v), images[v].rgb, 3, halo);
       l1_ssim_into(loss, ssim_weight, gradient[v].data(),
                    losses + v * static_cast<size_t>(TrainOutcome::kLossFloats),

@@ -40,9 +40,8 @@ class Transport {
   virtual void gather(uint64_t* table, int64_t words) = 0;
 
   // An image [H, W, channels] of view `v`, of which each owner of tiles has written its own: afterwards each
-  // shard can read the rows of its band (loss.h) and `halo` more on either side. And the counterpart: each
-  // shard has written its band of a gradient, and owners can read their tiles. Which pixels go where follows
-  // from frame.ranges.
+  // shard can read the rows of its band (frame.bands) and `halo` more on either side. And the counterpart:
+  // each shard has written its band of a gradient, and owners can read their tiles.
   virtual void share_tiles(const Frame& frame, int v, float* image, int channels, int64_t halo) = 0;
   virtual void share_bands(const Frame& frame, int v, float* gradient, int channels) = 0;
 };

@@ -101,3 +101,28 @@ def test_sums_are_over_frames_until_they_are_reset() -> None:
     assert two["imbalance"] == one["imbalance"] == one["imbalance_max"]
     assert len(one["load"]) == count
     assert torch.mgpu.link_stats()["frames"] == 0  # type: ignore[attr-defined]
+
+
+def test_the_loss_follows_the_owners_of_several_views() -> None:
+    """Where each shard blends a view or two, it takes their losses too: few pixels travel, and none has much more to do."""
+    count = shards()
+    table = SplatTable.from_columns(**scenes.random_columns(3000, 6)).requires_grad_(True)
+    cameras = [scenes.camera_of(scenes.random_twin_camera(i, 96, 80 + i)) for i in range(2 * count)]
+    targets = [torch.zeros(c.height, c.width, 3, device="mgpu") for c in cameras]
+    adam = SplatAdam(table, LRS)
+    links = train_step(table, adam, cameras, targets, accumulate=True).links
+    pixels = sum(c.height * c.width for c in cameras)
+    assert total(links["pixels"]) <= 0.6 * (
+        2 * 12 * pixels * (count - 1) / count
+    )  # of what equal bands would cost
+
+    bands = adam.pending[-1].bands()
+    assert len(bands) == (len(cameras) if count > 1 else 0)
+    work = [0] * count
+    for camera, of_view in zip(cameras, bands, strict=False):
+        rows = [row for begin, end in of_view for row in range(begin, end)]
+        assert sorted(rows) == list(range(camera.height))
+        assert all(begin % 16 == 0 for begin, end in of_view if begin < end)
+        work = [w + (end - begin) * camera.width for w, (begin, end) in zip(work, of_view, strict=True)]
+    rounding = sum(16 * c.width for c in cameras)
+    assert max(work) <= 1.1 * pixels / count + rounding
