@@ -68,15 +68,16 @@ def replaced(text: str, pairs: Iterable[tuple[str, str]], source: str) -> str:
 
 
 def build(folder: Path, driver: str, variants: Mapping[str, Variant]) -> None:
-    """One executable a variant, FOLDER/DRIVER_NAME, of benchmarks/DRIVER_stage.cu and the stages."""
+    """Two executables a variant: FOLDER/DRIVER_NAME, of benchmarks/DRIVER_stage.cu, and FOLDER/check_NAME, check_stages."""
     objects = folder / "stages"
     run(["bash", "tests/cuda/build.sh", str(objects)])
     main = str(objects / "drivers" / f"{driver}_stage.cu.o")
 
     def one(name: str) -> None:
         variant = variants[name]
-        tree, parts = folder / name, [main]
+        tree = folder / name
         skipped = {"check_stages.cpp.o", *(f"{source}.cu.o" for source in variant.sources)}
+        parts = [str(path) for path in objects.glob("*.o") if path.name not in skipped]
         if variant.file:
             shutil.copytree(ROOT / "cuda", tree, dirs_exist_ok=True)
             path = tree / "splat" / variant.file
@@ -86,8 +87,8 @@ def build(folder: Path, driver: str, variants: Mapping[str, Variant]) -> None:
             run(
                 [*NVCC, *NVCC_FLAGS, f"-I{tree}", "-c", str(tree / "splat" / f"{source}.cu"), "-o", parts[-1]]
             )
-        others = [str(path) for path in objects.glob("*.o") if path.name not in skipped]
-        run([*NVCC, *others, *parts, "-o", str(folder / f"{driver}_{name}"), "-lpthread"])
+        for what, first in ((driver, main), ("check", str(objects / "check_stages.cpp.o"))):
+            run([*NVCC, first, *parts, "-o", str(folder / f"{what}_{name}"), "-lpthread"])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(one, variants))
