@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // blend.cu: tiles of 16x16 pixels are culled by patches of 8x4, of which a warp takes two: a lane has two
 // pixels of a patch, one below the other, so that what it reads of a record from shared memory, the
-// bottleneck, serves both. Forward: one block a tile. Back: two buckets a warp, each of up to 32 records that
-// light one patch, as they were met. Formulas: math/patch.h.
+// bottleneck, serves both. Forward: one block a tile; for tiles with long lists two, a lane a pixel. Back:
+// two buckets a warp, each of up to 32 records that light one patch, as they were met. Formulas:
+// math/patch.h.
 //
 // Back, a lane walks the records front to back; the sums over pixels, which are linear, are matrix products
 // on the tensor cores: dL_dsigma [records, pixels] times the monomials of the pixel's place in the patch, and
@@ -33,8 +34,9 @@ constexpr int kBatch = kBlendThreads;  // records in shared memory at a time
 constexpr int kTogether = 4;           // records between looks at what has ended or is full
 constexpr int kAtOnce = 2;             // records whose alphas are taken before the first of them is blended
 constexpr int kFewViews = 8;           // views whose images are named in a kernel's arguments
-// Tiles with more records than this, and than so many times the mean, are heavy: they start first, those with
-// so many times more before the others, and in halves. Fewer tiles than fill the GPU twice need it earlier.
+// Tiles with more records than this, and than so many times the mean (which depends on whether there are more
+// tiles than fill the GPU twice), are heavy: they start first, in halves, and first of all those that have so
+// many times more.
 constexpr int kHeavyTile = 256;
 constexpr int kHeavyOfMany = 4, kHeavyOfFew = 2, kHeaviest = 4;
 static_assert(kBlendThreads / kLanes == math::kTilePatches && kSides == math::kPatchesAcross &&
