@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the viewer's panel offers beside Nerfstudio's own controls, and the tables that draw it.
 
-Nothing here changes the model. A look other than the usual one replaces at most one column for each of its parts (colours 12
-bytes a Gaussian, dots 12, a crop box 4) and shares the rest with the table; the replaced columns are filled in pieces, shard
+Nothing here changes the model. A look other than the usual one replaces a column or two for each of its parts (colours 12
+bytes a Gaussian, dots 16, a crop box 4) and shares the rest with the table; the replaced columns are filled in pieces, shard
 by shard where the rows are at home, and kept until the look, the box or the training step changes. Colouring by depth happens
 in the picture and replaces nothing.
 """
@@ -37,6 +37,8 @@ kShardColors = (
 """Of shard 0, 1, ..., then again from the first: Okabe and Ito's, told apart with any colour vision."""
 kPieceRows = 1 << 21  # rows whose colours are computed at a time
 kDotLogScale = -20.0  # a width that vanishes: the screen filter alone makes the dot
+kSolid = 5.0  # a logit: of dots
+kDead = -5.3  # a logit, of opacity 0.005: what is fainter is about to be moved, and gets no dot
 kInvisible = -30.0  # a logit: an opacity far below the 1/255 that is drawn
 kShBand0 = 0.28209479177387814  # colour = kShBand0 * sh0 + 0.5
 
@@ -48,7 +50,7 @@ class Look:
     sh_degree: int = 3
     """Bands of view-dependent colour above this one are left out."""
     points: bool = False
-    """Draw each Gaussian as a dot of about two pixels, whatever its size."""
+    """Draw each Gaussian that is not dead as a solid dot of about two pixels, whatever its size and opacity."""
     color_by: str = kAsTrained
     """`kAsTrained`, `kByShard`, `kByDepth` or `kByOpacity`."""
 
@@ -72,7 +74,7 @@ class ViewerControls(nn.Module):
         self.points = ViewerCheckbox(
             "Points",
             False,
-            hint="Draw each Gaussian as a small dot at its centre: shows where they are, and how many.",
+            hint="Draw each Gaussian as a small solid dot at its centre: shows where they are, and how many.",
         )
         self.degree: ViewerSlider | None = None
         if sh_degree > 0:
@@ -114,8 +116,8 @@ def dressed(table: SplatTable, look: Look, box: OrientedBox | None) -> SplatTabl
         replaced["sh0"] = _opacity_colors(table)
     if look.points:
         replaced["scales"] = _column(table, 3).fill_(kDotLogScale)
-    if box is not None:
-        replaced["opacities"] = _opacities_inside(table, box)
+    if look.points or box is not None:
+        replaced["opacities"] = _opacities(table, look.points, box)
     return StandIn(table, replaced) if replaced else table
 
 
@@ -177,13 +179,19 @@ def _opacity_colors(table: SplatTable) -> Tensor:
     return _fill(_column(table, 3), lambda begin, end: (ramp(logits[begin:end].sigmoid()) - 0.5) / kShBand0)
 
 
-def _opacities_inside(table: SplatTable, box: OrientedBox) -> Tensor:
-    """Logits (N,), with those of centres outside of the box too low to be drawn."""
+def _opacities(table: SplatTable, solid: bool, box: OrientedBox | None) -> Tensor:
+    """Logits (N,): solid if asked for, and too low to be drawn where a centre is outside of the box."""
     means, logits = table.means.detach(), table.opacities.detach()
-    rotation, center, size = (part.to(means.device, torch.float32) for part in (box.R, box.T, box.S))
+    frame = None if box is None else [part.to(means.device, torch.float32) for part in (box.R, box.T, box.S)]
 
     def values(begin: int, end: int) -> Tensor:
-        inside = (((means[begin:end] - center) @ rotation).abs() <= size / 2).all(dim=1)
-        return torch.where(inside, logits[begin:end], kInvisible)
+        out = logits[begin:end]
+        if solid:
+            out = torch.where(out > kDead, kSolid, out)
+        if frame is not None:
+            rotation, center, size = frame
+            inside = (((means[begin:end] - center) @ rotation).abs() <= size / 2).all(dim=1)
+            out = torch.where(inside, out, kInvisible)
+        return out
 
     return _fill(_column(table), values)

@@ -141,3 +141,35 @@ def test_a_preset_with_an_unknown_option_is_refused_with_its_name(tmp_path: Path
 def test_downscaling_is_an_option_without_a_subcommand() -> None:
     config = parse_command_line("--data", "x", "--pipeline.datamanager.dataparser.downscale-factor", "2")
     assert config.pipeline.datamanager.dataparser.downscale_factor == 2
+
+
+def test_the_page_about_configs_has_every_option_of_every_file_with_its_value() -> None:
+    import yaml
+
+    root = Path(__file__).parents[2]
+    rows = {}
+    for line in (root / "docs" / "configs.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[0].startswith("`"):
+            rows[cells[0].strip("`").replace(": ", ".")] = cells[1:]
+    files = ("small", "drone", "city")
+
+    def options(tree: dict, before: str = "") -> dict[str, object]:
+        flat: dict[str, object] = {}
+        for name, value in tree.items():
+            path = f"{before}{name}"
+            flat |= options(value, path + ".") if isinstance(value, dict) else {path: value}
+        return flat
+
+    values = {name: options(yaml.safe_load((root / "configs" / f"{name}.yml").read_text())) for name in files}
+    short = {
+        name: {
+            k.removeprefix("pipeline.datamanager.").removeprefix("pipeline.model."): v
+            for k, v in found.items()
+        }
+        for name, found in values.items()
+    }
+    assert set(rows) == set().union(*short.values()), "the page and the files name the same options"
+    for option, cells in rows.items():
+        said = [cell or None for cell in cells[:3]]
+        assert said == [None if option not in short[f] else str(short[f][option]) for f in files], option

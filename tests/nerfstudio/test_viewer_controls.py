@@ -27,7 +27,7 @@ import ns_mgpu_splat
 from ns_mgpu_splat.nerfstudio import viewer_controls as controls
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
 from ns_mgpu_splat.nerfstudio.viewer_controls import Look
-from ns_mgpu_splat.splats.table import SplatTable
+from ns_mgpu_splat.splats.table import COLUMNS, SplatTable
 
 WIDTH, HEIGHT = 64, 48
 
@@ -42,7 +42,7 @@ def pipeline(nerfstudio_folder: scene.Scene) -> MgpuSplatPipeline:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         model.table.shN.copy_(torch.randn(model.table.shN.shape, generator=generator) * 0.2)
-        model.table.opacities.copy_(torch.randn(model.num_points, generator=generator) * 2)
+        model.table.opacities.copy_(torch.randn(model.num_points, generator=generator) * 3)
     return pipeline
 
 
@@ -105,7 +105,11 @@ def test_points_are_dots_of_the_same_size_whatever_the_gaussians_size(
     before = picture(pipeline, camera)
     dots = picture(pipeline, camera, Look(points=True))
     tiny = torch.full_like(pipeline.model.table.scales, math.log(1e-7))
-    assert torch.allclose(dots, of_changed(pipeline, camera, scales=tiny), atol=1e-4)
+    logits = pipeline.model.table.opacities.detach().cpu()
+    dead = logits.sigmoid() < 0.005
+    assert 0 < dead.sum() < len(dead)
+    solid = torch.where(dead, logits, torch.tensor(5.0))
+    assert torch.allclose(dots, of_changed(pipeline, camera, scales=tiny, opacities=solid), atol=1e-4)
     assert (dots > 0.02).any(dim=2).float().mean() < (before > 0.02).any(dim=2).float().mean()
     monkeypatch.setattr(pipeline.model.config, "rasterize_mode", "antialiased")
     monkeypatch.setattr(pipeline.model, "_dressed", None)
@@ -196,10 +200,8 @@ def test_columns_of_a_look_are_kept_between_pictures_and_made_anew_after_a_step(
     model, look = pipeline.model, Look(color_by=controls.kByOpacity, points=True)
     first = model._as_drawn(look, None)
     assert model._as_drawn(look, None) is first
-    shared = [
-        n for n in ("means", "quats", "opacities", "shN") if getattr(first, n) is getattr(model.table, n)
-    ]
-    assert shared == ["means", "quats", "opacities", "shN"], "all that is not replaced is the table's own"
+    shared = [name for name in COLUMNS if getattr(first, name) is getattr(model.table, name)]
+    assert shared == ["means", "quats", "shN"], "all that is not replaced is the table's own"
     monkeypatch.setattr(model, "step", model.step + 1)
     assert model._as_drawn(look, None) is not first
     model._as_drawn(Look(), None)
