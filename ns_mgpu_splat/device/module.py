@@ -425,13 +425,15 @@ def misplaced_bytes(tensor: Tensor) -> int:
     """Bytes of rows that lie on another shard than their home, because pages hold rows of two shards or were not moved."""
     if tensor.numel() == 0:
         return 0
-    row_bytes = tensor.element_size() * tensor.stride(0)
-    homes, page, misplaced = row_homes(tensor), 2 << 20, 0
-    for number, shard in enumerate(placement(tensor).tolist()):
-        begin, end = (homes[shard][0] * row_bytes, homes[shard][1] * row_bytes) if shard >= 0 else (0, 0)
-        first, last = number * page, min((number + 1) * page, tensor.numel() * tensor.element_size())
-        misplaced += last - first - max(0, min(end, last) - max(begin, first))
-    return misplaced
+    nbytes, page = tensor.numel() * tensor.element_size(), 2 << 20
+    homes = torch.tensor([*row_homes(tensor), (0, 0)]) * (tensor.element_size() * tensor.stride(0))
+    begin, end = homes[placement(tensor).long()].unbind(
+        1
+    )  # of the page's shard; -1, the host, is nobody's home
+    first = torch.arange(len(begin)) * page
+    last = (first + page).clamp_(max=nbytes)
+    at_home = (torch.minimum(end, last) - torch.maximum(begin, first)).clamp_(min=0)
+    return nbytes - int(at_home.sum())
 
 
 def _whole_numbers(function: str, what: str, values: Any) -> int | list[int]:
