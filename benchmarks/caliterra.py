@@ -87,21 +87,25 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
     with alone(options["lock"]):
         torch.mgpu.synchronize()  # type: ignore[attr-defined]
         start = time.perf_counter()
+        model.train()
         for step in range(steps):
             index = pipeline.datamanager.train_index(step)
+            model.step = step
             train_step(
                 table,
                 adam,
                 cameras[index],
                 targets[index],
                 ssim_weight=model.config.ssim_lambda,
-                sh_degree=min(step // model.config.sh_degree_interval, model.config.sh_degree),
+                background=model.background(),
+                sh_degree=model.active_sh_degree(),
                 lrs=optimizers.rates(step),
             )
             strategy.post_step(table, adam, step)
         torch.mgpu.synchronize()  # type: ignore[attr-defined]
         seconds = time.perf_counter() - start
 
+    model.eval()
     model.step = steps
     scores = pipeline.get_average_eval_image_metrics()
     return {

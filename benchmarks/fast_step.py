@@ -309,7 +309,8 @@ class Mgpu:
         }
 
     def image(self, row: Row) -> np.ndarray:
-        """The row's picture."""
+        """The row's picture, of the scene before any training."""
+        self.made = None
         self.prepare(row)
         return self.forward().rgb.detach().cpu().numpy()
 
@@ -456,7 +457,8 @@ class Gsplat:
         return result | {"checksum": self.checksum, "version": self.version}
 
     def image(self, row: Row) -> np.ndarray:
-        """The row's picture."""
+        """The row's picture, of the scene before any training."""
+        self.made = None
         self.prepare(row)
         return self.forward().detach().cpu().numpy()
 
@@ -641,17 +643,17 @@ def peer_environment(site: Path | None) -> dict[str, str]:
 
 
 def beside_peer(name: str, result: dict[str, Any], worker: Worker, peer: Worker, folder: Path) -> None:
-    """The peer's times and ours in turn, and how many pixels agree."""
-    result["peers"] = [peer.ask("times", name)]
-    result["again"] = worker.ask("times", name)
-    result["peers"].append(peer.ask("times", name))
-    if abs(result["peers"][0]["checksum"] / result["times"]["checksum"] - 1) > 1e-5:
-        raise RuntimeError(f"{name}: the two sides did not make the same scene")
+    """How many pixels of the untrained scene agree, and the peer's times and ours in turn."""
     files = [folder / "ours.npy", folder / "theirs.npy"]
     for side, file in zip((worker, peer), files, strict=True):
         side.ask("image", name, file=str(file))
     ours, theirs = (np.load(file) for file in files)
     result["image"] = float((np.abs(ours - theirs).max(-1) <= 2e-3).mean())
+    result["peers"] = [peer.ask("times", name)]
+    result["again"] = worker.ask("times", name)
+    result["peers"].append(peer.ask("times", name))
+    if abs(result["peers"][0]["checksum"] / result["times"]["checksum"] - 1) > 1e-5:
+        raise RuntimeError(f"{name}: the two sides did not make the same scene")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ happen inside `SplatAdam.step`.
 
 from __future__ import annotations
 
+import random
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -104,8 +105,9 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     ssim_lambda: float = 0.2
     """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
-    """Colour behind everything: "random" in each step keeps transparent regions of RGBA images transparent, "black"
-    and "white" are fixed; "auto" is random for images with alpha, else black."""
+    """Colour behind everything in training steps. "random", another one in each step and what "auto" takes, leaves nothing for
+    the background to fill in: surfaces get solid, and look the same in any viewer. With "black" or "white" dark or bright
+    surfaces may stay translucent. Evaluation is over black, or over white for "white"."""
     rasterize_mode: Literal["classic", "antialiased"] = "classic"
     """"antialiased" dims Gaussians smaller than a pixel by what the screen filter widens them: for scenes seen from
     near and far, such as aerial and street views together. Other viewers need to know it of the exported file."""
@@ -205,7 +207,6 @@ class MgpuSplatModel(SplatfactoModel):
         self.load_only: bool = self.kwargs.get("load_only", False)
         metadata: Mapping[str, Any] = self.kwargs.get("metadata") or {}
         self.extent = float(metadata.get("camera_extent", 1.0))
-        self.has_alpha = bool(metadata.get("has_alpha", False))
         self.schedule_steps: int = self.kwargs.get("schedule_steps", 30_000)
         # the pipeline's, which fits the memory; where a checkpoint will fill the table, any
         asked = 1 if config.max_gaussians == "auto" else config.max_gaussians
@@ -379,14 +380,12 @@ class MgpuSplatModel(SplatfactoModel):
 
     def background(self) -> Tensor:
         """Colour (3,) behind everything, on the host. Random colours depend on the step alone."""
-        wanted = self.config.background_color
-        if wanted == "auto":
-            wanted = "random" if self.has_alpha else "black"
         if not self.training and _in_viewer():
             return self._viewer_background
-        if not self.training or wanted != "random":
+        if not self.training or self.config.background_color not in ("auto", "random"):
             return self.background_color
-        return torch.from_numpy(np.random.default_rng([7, self.step]).random(3, dtype=np.float32))
+        draw = random.Random(self.step)  # cheaper to seed than numpy's or torch's
+        return torch.tensor([draw.random(), draw.random(), draw.random()])
 
     def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:  # type: ignore[override]
         """Render one camera.
