@@ -132,9 +132,8 @@ def test_a_run_on_several_shards_logs_its_links_and_its_placement(resumed: Path)
     moved = last_values("moved")
     found = {tag.split("Train Metrics Dict/")[-1]: value for tag, value in moved.items()}
     assert found["cull/candidate_rows"] > 0
-    assert found["links/records_mib"] == pytest.approx(
-        found["links/gradients_mib"], rel=0.2
-    )  # renders have no way back
+    # renders for evaluation have no way back
+    assert found["links/records_mib"] >= found["links/gradients_mib"] > 0.5 * found["links/records_mib"]
     assert found["links/remote_rows"] > 0
     assert 0 < found["links/remote_share"] <= 1
     assert 1 <= found["links/load_imbalance"] <= 3
