@@ -18,6 +18,7 @@ import torch
 from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerDropdown, ViewerSlider
 from torch import Tensor, nn
 
+from ns_mgpu_splat.device import native
 from ns_mgpu_splat.splats.table import COLUMNS, SplatTable, place_rows, reserve
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class StandIn(SplatTable):
         """replaced: columns by name, shaped as the table's."""
         for name in COLUMNS:
             setattr(self, name, replaced.get(name, getattr(table, name)))
+        # boxes of its own, as they follow means, scales and opacities
+        self.cells = native().TableCells()
 
 
 def dressed(table: SplatTable, look: Look, box: OrientedBox | None) -> SplatTable:
