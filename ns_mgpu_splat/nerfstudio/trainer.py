@@ -43,6 +43,7 @@ from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline, MgpuSplatPipelineConfig
 from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, is_preset
+from ns_mgpu_splat.nerfstudio.scalars import write_out
 from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_step, why_autograd
 
 kRatesEvery = (
@@ -536,7 +537,7 @@ class MgpuSplatTrainer(Trainer):
             )
             foreseen = isinstance(error, (torch.OutOfMemoryError, MemoryError, ImageError))
             CONSOLE.print(str(error) if foreseen else traceback.format_exc(), markup=False)
-        writer.write_out_storage()
+        write_out()
 
     def _log_waiting(self) -> None:
         """Write the numbers of the latest step that is to be logged, if that was not done yet."""
@@ -553,7 +554,7 @@ class MgpuSplatTrainer(Trainer):
         writer.put_dict(name="Train Metrics Dict", scalar_dict=result.metrics, step=step)
         if step_check(step, kRatesEvery * self.config.logging.steps_per_log, run_at_zero=True):
             self.optimizers.log_rates(step)
-        writer.write_out_storage()
+        write_out()
 
     def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a step's numbers out: to tensorboard all in one event.
+
+Nerfstudio's writers take one number at a time, and tensorboard's makes an event of each and wakes a thread for it, with which
+the training loop then shares Python's interpreter: a dozen numbers every ten steps cost as much as the steps themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from nerfstudio.utils import writer
+from nerfstudio.utils.writer import EventType, LocalWriter, TensorboardWriter
+
+
+def write_out() -> None:
+    """What `writer.write_out_storage()` does, and clears the storage."""
+    storage = writer.EVENT_STORAGE
+    for place in writer.EVENT_WRITERS:
+        if isinstance(place, LocalWriter):
+            if storage:
+                place.write_stats_log(storage[0]["step"])
+        elif isinstance(place, TensorboardWriter):
+            _to_tensorboard(place, storage)
+        else:
+            for event in storage:
+                getattr(place, event["write_type"].value)(event["name"], event["event"], event["step"])
+    storage.clear()
+
+
+def _to_tensorboard(place: TensorboardWriter, storage: list[dict[str, Any]]) -> None:
+    """Numbers of a step together, under the names that Nerfstudio gives them; all else as it does."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    numbers: dict[int, dict[str, float]] = defaultdict(dict)
+    for event in storage:
+        kind, name, value = event["write_type"], event["name"], event["event"]
+        if kind is EventType.SCALAR:
+            numbers[event["step"]][name] = float(value)
+        elif kind is EventType.DICT:
+            numbers[event["step"]].update({f"{name}/{key}": float(entry) for key, entry in value.items()})
+        else:
+            getattr(place, kind.value)(name, value, event["step"])
+    for step, values in numbers.items():
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        place.tb_writer._get_file_writer().add_event(Event(summary=summary), step)
