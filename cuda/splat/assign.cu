@@ -204,6 +204,21 @@ void mark_ranges(Frame& frame, int home, Buffer<SumState>& counts) {
 
 int64_t patch_words(int64_t positions) { return (positions + 1) / 2; }
 
+// The tables of the thread's latest frame: new memory of half a megabyte would cost more than what is done
+// with it.
+struct SpareTables {
+  std::vector<TileCount> count;
+  std::vector<uint64_t> patch;
+  void swap_with(Frame& frame) {
+    count.swap(frame.tile_count_table);
+    patch.swap(frame.tile_patch_table);
+  }
+};
+SpareTables& spare_tables() {
+  thread_local SpareTables tables;
+  return tables;
+}
+
 }  // namespace
 
 std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurve& curve, int shard) {
@@ -227,6 +242,7 @@ std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurv
 void start_tile_counts(Frame& frame) {
   const size_t shards = frame.homes.size();
   if (frame.owners.size() < 2) return;
+  spare_tables().swap_with(frame);
   frame.tile_count_table.assign(shards * static_cast<size_t>(frame.tile_count()), 0);
   frame.tile_patch_table.assign(shards * static_cast<size_t>(patch_words(frame.tile_count())), 0);
 }
@@ -293,8 +309,7 @@ void assign_tiles(Frame& frame) {
     owner.pairs = pairs[range];
     owner.patch_pairs = patches[range];
   }
-  frame.tile_count_table.clear();
-  frame.tile_patch_table.clear();
+  spare_tables().swap_with(frame);
 }
 
 }  // namespace mgpu::splat
