@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -248,6 +249,9 @@ class MgpuSplatModel(SplatfactoModel):
         self._lpips: _Lpips | None = None
         self._error_shown = ""
         self.drawing = ViewerControls(config.sh_degree)
+        self.picture_seconds = (
+            0.0  # that the viewer's latest picture took, without waiting for a training step
+        )
         self._dressed: tuple[tuple, SplatTable] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MgpuSplatModel:
@@ -601,10 +605,12 @@ class MgpuSplatModel(SplatfactoModel):
         """
         if not _in_viewer():
             return self._render(camera, obb_box)
+        start = perf_counter()
         try:
             outputs = self._render(camera, obb_box, self.drawing.look())
             background = self._viewer_background.expand(*outputs["rgb"].shape[:2], 3)
             on_host = {name: outputs[name].cpu() for name in ("rgb", "depth", "accumulation")}
+            self.picture_seconds = perf_counter() - start
             return {**on_host, "background": background}
         except IOChangeException:
             raise

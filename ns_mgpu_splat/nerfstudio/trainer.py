@@ -41,6 +41,7 @@ from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
 from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
+from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline, MgpuSplatPipelineConfig
 from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, is_preset
 from ns_mgpu_splat.nerfstudio.scalars import write_out
@@ -223,6 +224,7 @@ class MgpuSplatTrainer(Trainer):
         self._saved_step: int | None = None
         self._native: NativeSteps | None = None
         self._unlogged: tuple[int, StepResult, float] | None = None
+        self._pictures = PictureClock()
         self._clock = StepClock()
         self._whole_step = -1  # the latest one after which no gradients waited
         self._evaluation_due: int | None = None
@@ -538,6 +540,13 @@ class MgpuSplatTrainer(Trainer):
             foreseen = isinstance(error, (torch.OutOfMemoryError, MemoryError, ImageError))
             CONSOLE.print(str(error) if foreseen else traceback.format_exc(), markup=False)
         write_out()
+
+    def _update_viewer_state(self, step: int) -> None:
+        if getattr(self, "viewer_state", None) is not None:
+            self._pictures.hurry(
+                self.viewer_state, step, self.pipeline.model.picture_seconds, time.perf_counter()
+            )
+        super()._update_viewer_state(step)
 
     def _log_waiting(self) -> None:
         """Write the numbers of the latest step that is to be logged, if that was not done yet."""

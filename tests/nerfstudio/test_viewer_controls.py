@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ns_mgpu_splat
 from ns_mgpu_splat.nerfstudio import viewer_controls as controls
+from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
 from ns_mgpu_splat.nerfstudio.viewer_controls import Look
 from ns_mgpu_splat.splats.table import COLUMNS, SplatTable
@@ -442,3 +443,24 @@ def test_a_copied_configuration_has_its_own_controls(nerfstudio_folder: scene.Sc
     two.drawing.points.value = True
     assert not one.drawing.look().points
     assert copy.copy(two.drawing.look()) == Look(2, True, controls.kAsTrained)
+
+
+def test_pictures_while_training_come_in_time_and_take_no_more_than_their_share() -> None:
+    """Nerfstudio's rule, reckoning with a rate that its first small picture spoilt, beside ours."""
+    viewer = SimpleNamespace(last_step=0, control_panel=SimpleNamespace(train_util=0.8))
+    clock, shown, never = PictureClock(), [], 1_000_000
+    for step in range(1000):  # of 0.05 s each
+        clock.hurry(viewer, step, 0.4, step * 0.05)
+        if step > viewer.last_step + never:  # as in Viewer.update_scene
+            viewer.last_step = step
+            shown.append(step)
+    periods = np.diff(shown) * 0.05
+    assert len(shown) > 20
+    assert np.allclose(periods, 0.4 / (1 - 0.8), atol=0.11), "a fifth of the time is for pictures"
+    viewer.control_panel.train_util, shown[:] = 1.0, []
+    for step in range(1000, 1500):
+        clock.hurry(viewer, step, 0.4, step * 0.05)
+        if step > viewer.last_step + never:
+            viewer.last_step = step
+            shown.append(step)
+    assert shown == [], "training has all the time"
