@@ -542,7 +542,7 @@ class MgpuSplatTrainer(Trainer):
         write_out()
 
     def _update_viewer_state(self, step: int) -> None:
-        if getattr(self, "viewer_state", None) is not None:
+        if hasattr(self.viewer_state, "control_panel"):  # not the legacy viewer
             self._pictures.hurry(
                 self.viewer_state, step, self.pipeline.model.picture_seconds, time.perf_counter()
             )
