@@ -3,12 +3,16 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
 namespace mgpu {
 
 constexpr int kExchange = -1;  // owner of a buffer that every shard may touch
+
+constexpr int kNoOwner = std::numeric_limits<int>::min();  // of a buffer made without one: it stays empty
 
 // Bytes for temporaries, 64-byte aligned, uninitialised; null for 0. `owner` is a shard, or kExchange.
 // Throws std::bad_alloc.
@@ -43,9 +47,12 @@ class Buffer {
   const T* begin() const { return data_; }
   const T* end() const { return data_ + size_; }
 
-  // New size; the contents are lost unless it fits in what is there. Grows by at least a half.
+  // New size; the contents are lost unless it fits in what is there. Grows by at least a half. Throws
+  // std::logic_error if nobody owns the buffer: it would lie on the lead shard, and another shard's stream
+  // would use it out of order.
   void resize_discard(int64_t count) {
     if (count > capacity_) {
+      if (owner_ == kNoOwner) throw std::logic_error("a Buffer without an owner was to hold something");
       const int64_t wanted =
           capacity_ > 0 && count < capacity_ + capacity_ / 2 ? capacity_ + capacity_ / 2 : count;
       free_temporary(data_, capacity_ * static_cast<int64_t>(sizeof(T)), owner_);
@@ -67,7 +74,7 @@ class Buffer {
   T* data_ = nullptr;
   int64_t size_ = 0;
   int64_t capacity_ = 0;
-  int owner_ = kExchange;
+  int owner_ = kNoOwner;
 };
 
 }  // namespace mgpu

@@ -531,7 +531,9 @@ class ShardProjection {
         owners_(static_cast<int64_t>(frame.owners.size())),
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
-        counts_(static_cast<size_t>(2 * views_ + 5), 0) {
+        counts_(static_cast<size_t>(2 * views_ + 5), 0),
+        depth_key_(0, shard),
+        depth_histogram_(0, shard) {
     if (done_) return;
     if (frame.cells) cells_ = frame.cells->of_shard(static_cast<size_t>(shard));
     if (rows_.size() > std::numeric_limits<int32_t>::max()) {

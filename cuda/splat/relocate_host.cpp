@@ -153,7 +153,7 @@ void relocate(const SplatColumns& columns, const AdamState* state, const RowList
                       [](int64_t sum, const ColumnView& view) { return sum + view.size; });
   const std::vector<RowRange> homes = homes_of(columns);
   const int64_t num_sources = static_cast<int64_t>(distinct.size());
-  Buffer<float> parcel;
+  Buffer<float> parcel(0, kExchange);
   for (int64_t chunk = 0; chunk < num_sources; chunk += kSourcesPerExchange) {
     const RowRange part{chunk, std::min(num_sources, chunk + kSourcesPerExchange)};
     parcel.resize_discard(part.size() * row_floats);
