@@ -3,8 +3,9 @@
 
     python benchmarks/gpu_round.py FOLDER [--seconds S] [STEP ...]
 
-Steps: build; timing, each alone on the first GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, memory, bench;
-checks, four at a time a GPU, on the first one after all timing: splats, device, managed, opinfo, large, sanitize, export.
+Steps: build; timing, each alone on the first GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, export (of what
+that trained), memory, bench, whole (tests that take all memory); checks, four at a time a GPU, on the first one after all
+timing: splats, device, managed, opinfo, large, sanitize.
 `device=0,0,0` is a step on that mesh alone, of one GPU unless it names two. Without steps: all. GPU time is dear: a run
 that takes too long is ended, what does not fit into S seconds is left out and said so, and a run that fails does not stop
 the others.
@@ -20,15 +21,15 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 STEPS = (
-    *("build", "stages", "fast", "peer", "caliterra", "memory", "bench"),
-    *("splats", "device", "managed", "opinfo", "large", "sanitize", "export"),
+    *("build", "stages", "fast", "peer", "caliterra", "export", "memory", "bench", "whole"),
+    *("splats", "device", "managed", "opinfo", "large", "sanitize"),
 )
 TOGETHER = 4  # checks at a time on a GPU: many processes on one GPU take turns, and all are slow
 NEED = {"MGPU_REQUIRE_GPU": "1", "OMP_NUM_THREADS": "2"}  # the host's part of many tests at a time
@@ -60,7 +61,7 @@ class Run:
 def tests(name: str, arguments: list[str], mesh: str, limit: int, **environment: str) -> Run:
     """A run of pytest on a mesh."""
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", "--tb=short"]
-    wanted = ["-m", "not slow", *arguments]
+    wanted = ["-m", "not slow and not whole_gpu", *arguments]  # of two -m the later counts
     return Run(f"{name} {mesh}", [*command, *wanted], {"MGPU_DEVICES": mesh, **NEED, **environment}, limit)
 
 
@@ -119,6 +120,11 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
         ]
     if kind == "device":
         return [tests("device", ["tests/device", f"--deselect={database}"], m, 240) for m in meshes]
+    if kind == "whole":
+        alone = ["tests/device", "-m", "whole_gpu"]
+        return [
+            replace(tests("whole", alone, m, 90), kind="alone") for m in ([mesh] if mesh else ["0", "0,0,0"])
+        ]
     if kind == "managed":
         chosen = [mesh] if mesh else ["0", "0,0,0"]
         arguments = ["tests/device", f"--deselect={database}"]
@@ -142,7 +148,7 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
             f"{PYTHON} -m ns_mgpu_splat.nerfstudio.exporter gaussian-splat --load-config $config --output-dir {folder}/ply && "
             f"ls -l {folder}/ply && head -c 300 {folder}/eval.json"
         )
-        return [Run("eval and export", ["bash", "-c", script], {**one, **METHODS}, 120, shown=12)]
+        return [Run("eval and export", ["bash", "-c", script], {**one, **METHODS}, 120, "alone", 12)]
     raise SystemExit(f"gpu_round: there is no step {step!r}; there are {', '.join(STEPS)}.")
 
 

@@ -26,7 +26,7 @@ for tool in ${TOOLS:-memcheck racecheck}; do
     [ $code -eq 0 ] || bad=1
     echo "== $tool, $part: exit $code, all of it in $log"
     grep -E "failures|passed|failed|SUMMARY|^FAILED|^ERROR" "$log"
-    [ $code -eq 0 ] || grep -m 40 -E "^=========" "$log"
+    [ $code -eq 0 ] || grep -m 60 -E "^=========|^E  |^(tests|ns_mgpu_splat)/[a-z_/]*\.py:" "$log"
   done
 done
 exit $bad

@@ -102,6 +102,7 @@ def test_scattered_pages_come_together_again() -> None:
 
 
 @pytest.mark.skipif(MANAGED, reason="managed memory leaves a spare part of the card to others")
+@pytest.mark.whole_gpu
 def test_pages_go_to_the_host_when_the_card_is_full() -> None:
     """A whole move wants new memory for the pages that stay; where there is none, handles are replaced one by one."""
     x = pattern(256 * PAGE // 20)
@@ -294,6 +295,7 @@ def test_temporaries_that_do_not_fit_are_out_of_memory() -> None:
 
 
 @pytest.mark.skipif(MANAGED, reason="managed memory leaves a spare part of the card to others")
+@pytest.mark.whole_gpu
 def test_caches_are_given_back_to_a_temporary() -> None:
     torch.mgpu.empty_cache()
     part = torch.cuda.mem_get_info()[0] // 10 // PAGE * PAGE
@@ -350,6 +352,7 @@ def test_out_of_memory_is_one_clear_error_and_the_process_goes_on(name: str) -> 
 
 
 @pytest.mark.skipif(MANAGED, reason="managed memory leaves a spare part of the card to others")
+@pytest.mark.whole_gpu
 def test_caches_are_given_back_before_memory_is_said_to_be_short() -> None:
     gc.collect()
     torch.mgpu.empty_cache()
@@ -380,6 +383,7 @@ def test_elements_past_two_to_the_31_and_32() -> None:
     assert torch.mgpu.placement(x).unique().numel() == len(torch.mgpu.mesh().shards)
 
 
+@pytest.mark.whole_gpu
 def test_a_tensor_of_a_hundred_gibibytes_works_in_place() -> None:
     needs(104 if not MANAGED else 110)
     count = 100 * GIB // 4  # past 2^34 elements
