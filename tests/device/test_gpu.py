@@ -414,7 +414,8 @@ def test_topology() -> None:
 def test_operators_give_plain_cudas_values_and_gradients(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("opinfo_cuda.py"))
     reference = str(tmp_path / "cuda.pt")
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     subprocess.run([sys.executable, script, "cuda", reference], env=here, check=True, timeout=900)
     done = subprocess.run(
         [sys.executable, script, "mgpu", reference], env=here, capture_output=True, text=True, timeout=900
