@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point `mgpu-splat`. Builds and loads nothing native; must not import Nerfstudio's table of methods."""
+"""The entry points `mgpu-splat` and `mgpu-splat-big`. Builds and loads nothing native; must not import Nerfstudio's table of
+methods."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from nerfstudio.engine.optimizers import AdamOptimizerConfig
+from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
 from ns_mgpu_splat.nerfstudio.schedule import ColumnRateConfig, DecayConfig
@@ -34,3 +39,25 @@ mgpu_splat = MethodSpecification(
     ),
     description="Gaussian splatting on one aggregate device made of all GPUs of a host; also on the CPU.",
 )
+
+
+def _big() -> TrainerConfig:
+    """More Gaussians, and as many more steps as they need to multiply and to settle."""
+    config: Any = copy.deepcopy(mgpu_splat.config)
+    config.method_name = "mgpu-splat-big"
+    config.max_num_iterations = config.schedule_steps = 45_000
+    config.pipeline.model.max_gaussians = 5_000_000
+    big: TrainerConfig = config
+    return big
+
+
+mgpu_splat_big = MethodSpecification(
+    config=_big(),
+    description="mgpu-splat with up to 5 million Gaussians and 45,000 steps: finer, and several times as long.",
+)
+
+
+def defaults_of(method_name: str | None) -> TrainerConfig:
+    """The options of a method as they are without a command line."""
+    big = mgpu_splat_big.config
+    return big if method_name == big.method_name else mgpu_splat.config

@@ -132,10 +132,10 @@ class MgpuSplatTrainerConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         if self.load_config is not None:
-            from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+            from ns_mgpu_splat.nerfstudio.config import defaults_of
 
             apply = apply_preset if is_preset(self.load_config) else apply_run
-            apply(self, mgpu_splat.config, self.load_config)
+            apply(self, defaults_of(self.method_name), self.load_config)
             self.load_config = None  # or Nerfstudio would let the file replace the whole command line
         self.check()
 

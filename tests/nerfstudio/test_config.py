@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import subprocess
@@ -16,7 +17,7 @@ import torch
 import tyro
 from tyro._docstrings import get_field_docstring
 
-from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+from ns_mgpu_splat.nerfstudio.config import mgpu_splat, mgpu_splat_big
 from ns_mgpu_splat.nerfstudio.datamanager import epoch_order
 from ns_mgpu_splat.nerfstudio.schedule import DecayConfig
 
@@ -39,7 +40,22 @@ def test_the_method_is_registered_under_its_name() -> None:
 
     methods, _ = discover_methods()
     assert methods["mgpu-splat"].method_name == "mgpu-splat"
+    assert methods["mgpu-splat-big"].method_name == "mgpu-splat-big"
     assert mgpu_splat.description
+
+
+def test_the_big_method_takes_presets_over_its_own_defaults(tmp_path: Path) -> None:
+    big = mgpu_splat_big.config
+    assert big.pipeline.model.max_gaussians > mgpu_splat.config.pipeline.model.max_gaussians
+    preset = tmp_path / "preset.yml"
+    preset.write_text("schedule_steps: 123\npipeline: {model: {max_gaussians: 77}}\n")
+    asked = dataclasses.replace(copy.deepcopy(big), load_config=preset, max_num_iterations=9)
+    assert (asked.schedule_steps, asked.pipeline.model.max_gaussians, asked.max_num_iterations) == (
+        123,
+        77,
+        9,
+    )
+    assert big.pipeline.model.max_gaussians == 5_000_000
 
 
 def test_every_shown_option_has_a_text_of_its_own() -> None:
