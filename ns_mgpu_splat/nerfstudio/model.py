@@ -108,7 +108,8 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
     """Colour behind everything in training steps. "random", another one in each step and what "auto" takes, leaves nothing for
     the background to fill in: surfaces get solid, and look the same in any viewer. With "black" or "white" dark or bright
-    surfaces may stay translucent. Evaluation is over black, or over white for "white"."""
+    surfaces may stay translucent; take them where the photographs show nothing but that colour around an object. Evaluation is
+    over black, or over white for "white"."""
     rasterize_mode: Literal["classic", "antialiased"] = "classic"
     """"antialiased" dims Gaussians smaller than a pixel by what the screen filter widens them: for scenes seen from
     near and far, such as aerial and street views together. Other viewers need to know it of the exported file."""

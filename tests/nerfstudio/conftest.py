@@ -77,6 +77,7 @@ def trained(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFac
     options += ["--timestamp", "run", "--experiment-name", "tiny", "--pipeline.model.max-gaussians", 3000]
     options += ["--pipeline.model.warmup-length", 50, "--pipeline.model.refine-every", 50]
     options += ["--pipeline.model.sh-degree-interval", 200]
+    options += ["--pipeline.model.background-color", "black"]  # as the scene's sky
     (result,) = train_many([options], folder)
     assert result["code"] == 0, result
     return folder / "tiny" / "mgpu-splat" / "run" / "config.yml"

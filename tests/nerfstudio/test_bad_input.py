@@ -222,9 +222,10 @@ def test_folders_without_a_capture_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "photos" / "a.png")
-    assert "empty is an empty folder" in train(tmp_path / "empty", tmp_path)
-    assert "no cameras" in train(tmp_path / "photos", tmp_path)
-    assert "nowhere does not exist" in train(tmp_path / "nowhere", tmp_path)
+    out = tmp_path / "out"  # runs are named after their data
+    assert "empty is an empty folder" in train(tmp_path / "empty", out)
+    assert "no cameras" in train(tmp_path / "photos", out)
+    assert "nowhere does not exist" in train(tmp_path / "nowhere", out)
 
 
 @pytest.mark.usefixtures("never_starts")
