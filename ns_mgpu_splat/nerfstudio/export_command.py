@@ -19,6 +19,7 @@ kOldSpzRows = 10_000_000  # readers of .spz took no more until 2026
 def parser() -> argparse.ArgumentParser:
     """The argument parser."""
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=kName,
         description="Write the splats of a run, from its newest checkpoint, to a file: .ply keeps everything, .spz is about a "
         "tenth of it, .splat is for simple web viewers and has plain colours. No GPU is needed, nor memory for the scene.",

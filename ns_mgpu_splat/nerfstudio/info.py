@@ -24,6 +24,7 @@ kPageBytes = 2 << 20
 def parser() -> argparse.ArgumentParser:
     """The argument parser."""
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=kName,
         description="Say what a run's newest checkpoint holds: Gaussians, extent, voxels, memory, and which shard would be home "
         "to how much of it on this machine (MGPU_DEVICES chooses the shards). No GPU is needed.",

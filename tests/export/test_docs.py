@@ -32,7 +32,6 @@ def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     transform = np.hstack([np.eye(3)[[1, 2, 0]], [[1.0], [2.0], [3.0]]])
     folder = tmp_path / "outputs" / "town" / "mgpu-splat" / "run"
     saved_runs.write_run(folder, columns, transform=transform, scale=0.01)
-    (tmp_path / "tiles").mkdir()
     return tmp_path
 
 
@@ -45,7 +44,7 @@ def test_every_command_of_the_page_works(town: Path, capsys: pytest.CaptureFixtu
         assert export_command.main(words[1:]) == 0, capsys.readouterr().err
     written = {path.name for path in town.iterdir()} - {"outputs"}
     assert written == {
-        "town.ply", "town_world.ply", "town.spz", "small.ply", "centre.ply", "light.splat", "tiles",
+        "town.ply", "town_world.ply", "town.spz", "small.ply", "centre.ply", "light.splat", "town-tiles",
     }  # fmt: skip
 
 
@@ -53,7 +52,7 @@ def test_the_index_has_the_keys_of_the_page(town: Path, capsys: pytest.CaptureFi
     (shown,) = (json.loads(block) for block in blocks("json"))
     command = next(line for block in blocks("bash") for line in block.splitlines() if "--tile-size" in line)
     assert export_command.main(shlex.split(command)[1:]) == 0
-    index = json.loads((town / "tiles" / "town" / "index.json").read_text())
+    index = json.loads((town / "town-tiles" / "index.json").read_text())
     assert list(index) == list(shown)
     assert list(index["tiles"][0]) == list(shown["tiles"][0])
 

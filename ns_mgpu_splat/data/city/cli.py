@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     """The argument parser."""
     d = CityOptions()
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="mgpu-splat-city",
         description="Build a procedural town and write it as a Nerfstudio dataset (pictures from the air and from the street, "
         "depth maps, a seed cloud), as Gaussians sampled from its surfaces, or both.",
