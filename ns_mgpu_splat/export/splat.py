@@ -15,8 +15,8 @@ import numpy as np
 
 from ns_mgpu_splat.export.formats import FileFacts, Plane, Stream, plain
 from ns_mgpu_splat.export.rows import Chunk
+from ns_mgpu_splat.splats.seed import SH_C0
 
-SH_C0 = 0.28209479177387814
 _ROW = np.dtype([("position", "<f4", 3), ("scale", "<f4", 3), ("color", "u1", 4), ("rotation", "u1", 4)])
 
 

@@ -477,12 +477,6 @@ class MgpuSplatModel(SplatfactoModel):
             int(value(camera.height)),
         )
 
-    def _cropped(self, box: OrientedBox) -> SplatTable:
-        """The table with everything outside of the box transparent."""
-        from ns_mgpu_splat.nerfstudio.viewer_controls import Look
-
-        return self._as_drawn(Look(), box)
-
     def _as_drawn(self, look: Look, box: OrientedBox | None) -> SplatTable:
         """The table, or a stand-in whose replaced columns are kept until look, box, step or rows change."""
         from ns_mgpu_splat.nerfstudio.viewer_controls import dressed

@@ -19,6 +19,7 @@ from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerDropdown, Vi
 from torch import Tensor, nn
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.seed import SH_C0
 from ns_mgpu_splat.splats.table import COLUMNS, SplatTable, place_rows, reserve
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ kDotLogScale = -20.0  # a width that vanishes: the screen filter alone makes the
 kSolid = 5.0  # a logit: of dots
 kDead = -5.3  # a logit, of opacity 0.005: what is fainter is about to be moved, and gets no dot
 kInvisible = -30.0  # a logit: an opacity far below the 1/255 that is drawn
-kShBand0 = 0.28209479177387814  # colour = kShBand0 * sh0 + 0.5
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,14 @@ def _shard_colors(table: SplatTable) -> Tensor:
     column = _column(table, 3)
     for shard, (begin, end) in enumerate(table.homes):
         color = torch.tensor(kShardColors[shard % len(kShardColors)])
-        for channel, value in enumerate(((color - 0.5) / kShBand0).tolist()):
+        for channel, value in enumerate(((color - 0.5) / SH_C0).tolist()):
             column[begin:end, channel] = value
     return column
 
 
 def _opacity_colors(table: SplatTable) -> Tensor:
     logits = table.opacities.detach()
-    return _fill(_column(table, 3), lambda begin, end: (ramp(logits[begin:end].sigmoid()) - 0.5) / kShBand0)
+    return _fill(_column(table, 3), lambda begin, end: (ramp(logits[begin:end].sigmoid()) - 0.5) / SH_C0)
 
 
 def _opacities(table: SplatTable, solid: bool, box: OrientedBox | None) -> Tensor:

@@ -19,6 +19,7 @@ from nerfstudio_tools import environment
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 from ns_mgpu_splat.nerfstudio.model import GaussParams, MgpuSplatModel, MgpuSplatModelConfig, view_matrix
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
+from ns_mgpu_splat.nerfstudio.viewer_controls import Look
 
 
 def make_pipeline(
@@ -138,7 +139,7 @@ def test_cropping_hides_what_is_outside_of_the_box(seeded: MgpuSplatPipeline) ->
     inside = box.within(seeded.model.means.detach().cpu().double())  # Nerfstudio's own test is the oracle
     assert 0 < inside.sum() < len(inside)
     cropped = seeded.model.get_outputs_for_camera(camera, obb_box=box)
-    table = seeded.model._cropped(box)
+    table = seeded.model._as_drawn(Look(), box)
     assert torch.equal(table.opacities.detach().cpu() > -20, inside.cpu())
     whole = seeded.model.get_outputs_for_camera(camera)
     assert float(cropped["accumulation"].sum()) < 0.9 * float(whole["accumulation"].sum())

@@ -27,6 +27,20 @@ def mesh_of(shards: int) -> str:
     return ",".join(["0"] * shards) if on_gpus else f"cpu:{shards}"
 
 
+def check_equal_on_meshes(
+    result: dict[str, np.ndarray], reference: dict[str, np.ndarray], shards: int
+) -> None:
+    """What one mesh gave against another: gradients ("grad...") within 1e-4 of the largest, all else bit-equal."""
+    for name, value in result.items():
+        if name.startswith("grad"):
+            assert np.abs(value - reference[name]).max() <= 1e-4 * np.abs(reference[name]).max(), (
+                shards,
+                name,
+            )
+        else:
+            assert np.array_equal(value, reference[name]), (shards, name)
+
+
 def random_columns(rows: int, seed: int, *, degree: int = 3, spread: float = 1.0) -> dict[str, Tensor]:
     """Gaussians in front of a camera at the origin that looks along z: some small, some large, some out of sight."""
     g = torch.Generator().manual_seed(seed)

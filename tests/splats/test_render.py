@@ -158,14 +158,7 @@ def test_images_are_bit_equal_on_any_mesh_and_gradients_agree(tmp_path: Path) ->
     reference = results.pop(1)
     assert reference["accumulation0"].max() > 0.5
     for shards, result in results.items():
-        for name, value in result.items():
-            if name.startswith("grad"):
-                assert np.abs(value - reference[name]).max() <= 1e-4 * np.abs(reference[name]).max(), (
-                    shards,
-                    name,
-                )
-            else:
-                assert np.array_equal(value, reference[name]), (shards, name)
+        scenes.check_equal_on_meshes(result, reference, shards)
 
 
 @pytest.mark.usefixtures("deterministic")
