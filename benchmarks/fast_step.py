@@ -80,15 +80,20 @@ ROWS = {
 # ---- the scene
 
 
-def draws(first: int, count: int, stream: int, device: torch.device) -> Tensor:
-    """Uniform numbers in (0, 1) from their places alone (splitmix64), so that they are the same on any device."""
+def hashed(places: Tensor, stream: int) -> Tensor:
+    """Uniform numbers in (0, 1) from their places (int64) alone (splitmix64), so that they are the same on any device."""
 
     def mixed(z: Tensor, shift: int, factor: int) -> Tensor:
         return z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
 
-    z = torch.arange(first, first + count, device=device).add_(stream << 40).mul_(-0x61C8864680B583EB)
+    z = (places + (stream << 40)).mul_(-0x61C8864680B583EB)
     z = mixed(mixed(z, 30, -0x40A7B892E31B1A47), 27, -0x6B2FB644ECCEEE15)
     return ((z >> 40).bitwise_and_(0xFFFFFF).float() + 0.5).mul_(2.0**-24)
+
+
+def draws(first: int, count: int, stream: int, device: torch.device) -> Tensor:
+    """`hashed` of consecutive places."""
+    return hashed(torch.arange(first, first + count, device=device), stream)
 
 
 def fill_uniform(out: Tensor, stream: int) -> None:

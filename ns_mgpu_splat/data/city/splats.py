@@ -46,6 +46,22 @@ class SplatSampler:
         self._shift = np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, 5]).random(3)
         self._radius = float(np.sqrt(self._upper[-1] / n / np.pi)) * 1.25
 
+    def tables(self) -> dict[str, NDArray[np.floating]]:
+        """What `rows` draws from, for samplers on other devices.
+
+        Returns: `corners` [T, 3, 3] and `facets` [T, 3], world units; `upper` [T], the area up to the end of each triangle,
+            weighed by `density` [T]; `shift` [3] of the sequences; `radius` [1] of a disc where the density is 1.
+        """
+        radius = np.array([self._radius])
+        return {
+            "corners": self.town.corners,
+            "facets": self._normals,
+            "upper": self._upper,
+            "density": self._density,
+            "shift": self._shift,
+            "radius": radius,
+        }
+
     def rows(self, start: int, count: int) -> dict[str, Array]:
         """Rows [start, start + count) of the table of n; the same numbers however the table is cut into calls.
 
