@@ -12,10 +12,6 @@ What is expected of the variants:
   of the candidates (1) and of the tiles' lists (1), where a quarter of the samples stands at the barrier behind it.
 - `match`: four instructions a bit of a digit, not seven, to find the lanes with the same: 2,296 of 2,728 instructions in a sort.
 - `heavy_8`: tiles with eight times the mean length are blended in halves (4).
-- `strips`: warps of a tile do not wait for each other at every batch (46 % of all samples at 9 M rows on 1080p): each tests
-  the tile's records for its own two patches. The first bucket of a patch has its place and keeps no state. 20 to 30 per cent
-  off the long scenes' blending. `strips_7`: 7 of 8 blocks; `strips_1`: one warp a block; `strips_ca`: records through the
-  L1; `strips_2`: tiles of twice the mean are heavy. It needs a check_stages of its own before it may win.
 
 `ncu --set full -k regex:'record_kernel|blend_kernel'` on the executable that --keep leaves says what a kernel waits for.
 """
@@ -28,7 +24,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from blend_strips import STRIPS
 from variants import ROOT, Variant, build, chosen, run
 
 MODES = ("none", "seen", "missed", "noise")
@@ -83,13 +78,6 @@ VARIANTS: dict[str, Variant] = {
     ),
     "match": of_radix(MATCH),
     "heavy_8": of_blend(("kHeavyOfMany = 4,", "kHeavyOfMany = 8,")),
-    "strips": of_blend(*STRIPS),
-    "strips_7": of_blend(*STRIPS, ("kBlendBlocks = 32 /", "kBlendBlocks = 28 /")),
-    "strips_1": of_blend(*STRIPS, ("kBlendWarps = 4;", "kBlendWarps = 1;")),
-    "strips_ca": of_blend(
-        *STRIPS, ("cp.async.cg.shared.global [%0], [%1], 16;", "cp.async.ca.shared.global [%0], [%1], 16;")
-    ),
-    "strips_2": of_blend(*STRIPS, ("kHeavyOfMany = 4,", "kHeavyOfMany = 2,")),
 }
 
 
