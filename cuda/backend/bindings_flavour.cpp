@@ -7,6 +7,9 @@
 #include "backend/flavour.h"
 #include "backend/shards.h"
 #include "bindings.h"
+#if MGPU_CUDA
+#include "mesh/late.h"
+#endif
 
 namespace mgpu {
 
@@ -30,6 +33,7 @@ MGPU_BINDINGS(flavour) {
 
 #if MGPU_CUDA
   m.attr("flavour") = "cuda";
+  m.def("set_late_gpu", &set_late_gpu);  // for tests of the order between GPUs
 #else
   m.attr("flavour") = "host";
 #endif

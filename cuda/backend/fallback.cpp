@@ -188,6 +188,7 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
       return;
     }
     if (outcome == Outcome::kSmall) large = false;
+    scope.emplace();  // the attempt may have given other GPUs work on these operands: it comes first
   }
   run_on_lead(entry, stack);
   // a view touches no memory, so it counts as no run

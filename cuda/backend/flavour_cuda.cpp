@@ -23,6 +23,7 @@
 #include "memory/pool.h"
 #include "memory/provider_cuda.h"
 #include "memory/temporaries.h"
+#include "mesh/late.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -206,6 +207,7 @@ OperatorScope::OperatorScope(On on) {
   refuse_capture();
   former_gpu_ = c10::cuda::ExchangeDevice(lead_index());
   order_before(on == On::kAllShards);
+  if (on == On::kLead) be_late(lead_gpu, c10::cuda::getCurrentCUDAStream(lead_index()).stream());
 }
 
 OperatorScope::~OperatorScope() {

@@ -9,7 +9,9 @@
 #include "backend/alias.h"
 #include "backend/flavour.h"
 #include "backend/shards.h"
+#include "backend/streams_cuda.h"
 #include "memory/provider_cuda.h"
+#include "mesh/late.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -72,9 +74,14 @@ void set_parts_merged(bool merged) { merge.store(merged); }
 void run_on_parts(const std::function<void(int part)>& work) {
   BelowAutograd below_autograd;
   OperatorScope scope(OperatorScope::On::kAllShards);
+  struct Given {  // also if a part fails
+    ~Given() { order_after(); }
+  } given;
   const std::vector<Part>& all = parts();
   for (size_t part = 0; part < all.size(); ++part) {
     PartScope on_gpu(all[part].gpu);
+    be_late(all[part].gpu,
+            c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(all[part].gpu)).stream());
     work(static_cast<int>(part));
   }
 }

@@ -19,6 +19,7 @@
 #include <ATen/ops/zero_ops.h>
 
 #include "backend/fallback.h"
+#include "backend/flavour.h"
 #include "backend/shards.h"
 #include "backend/split.h"
 
@@ -53,6 +54,7 @@ void for_each_owner(CutCall& call, const at::Tensor& index, int64_t rows, torch:
       if (found.size(0) > 0) work(part, mine, at::_ops::reshape::call(found, c10::SymInt(-1)));
     });
   } catch (const c10::Error&) {
+    OperatorScope behind_all_parts;
     run_on_lead(call.entry(), stack);
     throw;
   }
@@ -62,8 +64,12 @@ at::Tensor picked(const at::Tensor& tensor, const at::Tensor& positions) {
   return at::_ops::index_select::call(for_part(tensor), 0, positions);
 }
 
-// The index with negative entries counted from the front. What is below -rows stays: a kernel refuses it.
+// The index (alias) with negative entries counted from the front. What is below -rows stays: a kernel refuses
+// it. All shards may have made the index just now, a mask's above all, so the lead shard waits for them.
 at::Tensor from_front(const at::Tensor& index, int64_t rows) {
+  BelowAutograd below_autograd;
+  OperatorScope behind_all_parts;
+  AllocationScope result_from_the_pool;  // other GPUs read it: CUDA tensors must not get its memory meanwhile
   const at::Tensor wraps = at::_ops::logical_and::call(at::_ops::lt_Scalar::call(index, 0),
                                                        at::_ops::ge_Scalar::call(index, -rows));
   return at::_ops::where_self::call(wraps, at::_ops::add_Scalar::call(index, rows, 1), index);
@@ -92,10 +98,8 @@ Outcome along_first(CutCall& call, const char* source_name, torch::jit::Stack* s
   Aliases aliases;
   const at::Tensor to = aliases.to_backing(self);
   at::Tensor where = aliases.to_backing(index);
-  if (call.entry().base_name == "aten::index_fill_") {  // alone of all, it counts from the end too
-    BelowAutograd below_autograd;
+  if (call.entry().base_name == "aten::index_fill_")  // alone of all, it counts from the end too
     where = from_front(where, self.size(0));
-  }
   const at::Tensor from = source.defined() ? aliases.to_backing(source) : source;
   const Operator& entry = call.entry();
   const int at_index = argument_position(entry, "index");
@@ -245,10 +249,7 @@ Outcome index_put(CutCall& call, torch::jit::Stack* stack) {
   std::vector<at::Tensor> where;
   for (const at::Tensor& index : *expanded)
     where.push_back(index.defined() ? aliases.to_backing(flat(index, *chosen, {count})) : index);
-  {
-    BelowAutograd below_autograd;
-    where[0] = from_front(where[0], self.size(0));
-  }
+  where[0] = from_front(where[0], self.size(0));
   const c10::IValue accumulate = call.argument("accumulate");
   const c10::IValue unsafe = call.argument("unsafe");
   for_each_owner(call, where[0], self.size(0), stack, [&](int, RowRange rows, const at::Tensor& positions) {

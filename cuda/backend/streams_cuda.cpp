@@ -83,13 +83,14 @@ c10::StreamId next_stream() {
 c10::StreamId current_stream_id() {
   if (current_id >= 0) return current_id;
   // first use in this thread: stream 0 goes on where the thread's CUDA work was
-  const StreamSet& set = stream_set(0);
+  StreamSet& set = stream_set(0);
   for (const CUDAStream& stream : set.on_gpu) {
     const CUDAStream before = c10::cuda::getCurrentCUDAStream(stream.device_index());
     if (before == stream) continue;
     at::cuda::CUDAEvent so_far(cudaEventDisableTiming);
     so_far.record(before);
     so_far.block(stream);
+    set.ahead.store(Ahead::kAny);  // the other GPUs do not wait for it yet
   }
   make_current(set);
   current_id = 0;
@@ -109,8 +110,13 @@ void order_before(bool all_gpus) {
   StreamSet& set = stream_set(current_stream_id());
   const Ahead ahead = set.ahead.exchange(all_gpus ? Ahead::kAny : Ahead::kLead);
   const bool stages = set.by_stage.exchange(false);
-  // on the lead's GPU alone, operators follow each other by themselves
-  if (stages || ahead == Ahead::kAny || (ahead == Ahead::kLead && all_gpus)) join();
+  // on the lead's GPU alone, operators follow each other by themselves; with managed memory, other libraries'
+  // kernels may have been given to any GPU since
+  if (stages || ahead == Ahead::kAny || (ahead == Ahead::kLead && all_gpus) || memory_is_managed()) join();
+}
+
+void order_after() {
+  if (mesh_gpus().size() > 1) stream_set(current_stream_id()).ahead.store(Ahead::kAny);
 }
 
 void order_all() {
@@ -152,9 +158,11 @@ void record_event(StreamEvent& event, c10::StreamId stream) {
   for (size_t i = 0; i < streams.size(); ++i) event.on_gpu[i].record(streams[i]);
 }
 
+// GPU by GPU; what the event's stream gave to one GPU, operators of this stream wait for on all.
 void block_stream(StreamEvent& event, c10::StreamId stream) {
-  const auto& streams = streams_of(stream);
-  for (size_t i = 0; i < streams.size(); ++i) event.on_gpu[i].block(streams[i]);
+  StreamSet& set = stream_set(stream);
+  for (size_t i = 0; i < set.on_gpu.size(); ++i) event.on_gpu[i].block(set.on_gpu[i]);
+  set.ahead.store(Ahead::kAny);
 }
 
 bool query_event(const StreamEvent& event) {

@@ -2,6 +2,7 @@
 // fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn; the GPUs run side by
 // side, and wait for each other only around an exchange.
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -14,6 +15,7 @@
 
 #include "mesh/fork_join.h"
 #include "mesh/gate.h"
+#include "mesh/late.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -22,6 +24,8 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 std::atomic<StreamProvider> stream_provider{nullptr};
+std::atomic<int> late_gpu{-1};
+std::atomic<intptr_t> late_by{0};  // microseconds
 
 cudaStream_t default_stream(int device) {
   static std::mutex mutex;
@@ -80,6 +84,18 @@ void join_shards() {
   }
 }
 
+void set_late_gpu(int gpu, int microseconds) {
+  late_gpu.store(gpu);
+  late_by.store(microseconds);
+}
+
+void be_late(int gpu, cudaStream_t stream) {
+  if (gpu != late_gpu.load(std::memory_order_relaxed)) return;
+  // a thread of the driver sleeps, and the stream waits for it
+  const auto sleep = [](void* by) { usleep(static_cast<useconds_t>(reinterpret_cast<intptr_t>(by))); };
+  CUDA_CHECK(cudaLaunchHostFunc(stream, sleep, reinterpret_cast<void*>(late_by.load())));
+}
+
 void synchronise_shards() {
   for (const int device : mesh().gpus()) {
     DeviceGuard guard(device);
@@ -120,8 +136,10 @@ void for_each_shard(const char* stage, const std::function<void(const Shard&)>& 
   const LaunchScope launch;  // pages do not move meanwhile
   if (access == Access::kExchange) join_shards();
   for (const Shard& shard : mesh().shards()) {
-    DeviceGuard guard(shard_device(shard.index));
+    const int device = shard_device(shard.index);
+    DeviceGuard guard(device);
     try {
+      be_late(device, device_stream(device));
       work(shard);
     } catch (const std::bad_alloc&) {
       throw;
