@@ -6,6 +6,8 @@ set -eu
 cd "$(dirname "$0")/../.."
 out=$1
 mkdir -p "$out/drivers"
+exec 9> "$out/lock"
+flock 9  # the sanitizer's tools run side by side, and both build first
 cuda=${CUDA_HOME:-/usr/local/cuda}
 arch=${MGPU_CUDA_ARCHS:-90}
 sources="cuda/splat/*.cu cuda/splat/*_cuda.cpp cuda/splat/assign.cpp cuda/splat/bands.cpp cuda/splat/cells.cpp cuda/splat/curve.cpp cuda/splat/ranges.cpp cuda/splat/transport.cpp cuda/splat/links.cpp cuda/splat/exchange.cpp cuda/splat/fates.cpp cuda/splat/gather.cpp
@@ -26,5 +28,6 @@ export -f compile
 export out cuda arch
 # shellcheck disable=SC2086
 ls $sources | xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'compile {}'
-"$cuda/bin/nvcc" -gencode=arch=compute_$arch,code=sm_$arch "$out"/*.o -o "$out/check_stages" -lpthread
+"$cuda/bin/nvcc" -gencode=arch=compute_$arch,code=sm_$arch "$out"/*.o -o "$out/check_stages.new" -lpthread
+mv "$out/check_stages.new" "$out/check_stages"  # another process may be running the one before
 echo "$out/check_stages"
