@@ -222,14 +222,19 @@ def test_moves_that_do_not_pay_are_left_alone(table: SplatTable) -> None:
 
 
 def test_growth_at_the_end_crowds_no_shard(table: SplatTable) -> None:
-    """5 % more rows a round, all behind the last: no time is saved by moving (horizon 1), but no shard may be too full."""
-    placement = Placement(PlacementSettings(horizon=1))
+    """5 % more rows a round, all behind the last: no time is saved by moving (horizon 1), but no shard may be too full.
+
+    Here too full is what the last of equal shards is with a fifth more rows: 1.17 times the mean of two, 1.5 times that of four.
+    """
+    shards = len(table.homes)
+    crowded = shards - (shards - 1) / 1.2
+    placement = Placement(PlacementSettings(horizon=1, crowded=crowded))
     moving, rounds = 0, 14
     for _ in range(rounds):
         table.grow(min(2 * ROWS, table.num_rows * 21 // 20))
         before = table.placed
         report = placement.update(table)
-        assert report.row_imbalance <= 1.5
+        assert report.row_imbalance <= crowded
         moving += [end for _, end in table.homes[:-1]] != [end for _, end in before[:-1]]
     assert table.num_rows > 1.9 * ROWS
     assert 1 <= moving <= rounds // 2  # several rounds' growth is dealt at once
