@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import ns_mgpu_splat
-from ns_mgpu_splat import Camera, SplatAdam, SplatTable, render, train_step
+from ns_mgpu_splat import Camera, render
 from ns_mgpu_splat.splats.loss import l1_ssim_loss
 
 pytestmark = pytest.mark.gpu
@@ -151,69 +151,26 @@ SEEN = 500_000  # rows at each end of the table that the camera sees
 REST = 15 * 3  # values of a row of shN
 
 
-def small_columns() -> dict[str, Tensor]:
-    """The rows that are seen, in the order of the large table."""
-    columns = scenes.random_columns(2 * SEEN, 24)
-    columns["scales"] -= 2.0
-    return columns
-
-
-def large_table(rows: int, small: dict[str, Tensor]) -> SplatTable:
-    """`small`, half at each end of a table of `rows` rows; those between lie behind the camera."""
-    table = SplatTable(rows, sh_degree=3)
-    with torch.no_grad():
-        table.means[:, 2] = -10.0
-        table.quats[:, 0] = 1.0
-        table.scales.fill_(-3.0)
-    table.write_rows(0, {name: column[:SEEN] for name, column in small.items()})
-    table.write_rows(rows - SEEN, {name: column[SEEN:] for name, column in small.items()})
-    return table.requires_grad_(True)
-
-
-def ends(tensor: Tensor) -> Tensor:
-    """The rows that are seen of a column of the large table, on the CPU."""
-    return torch.cat([tensor.detach()[:SEEN].cpu(), tensor.detach()[-SEEN:].cpu()])
-
-
 @pytest.mark.usefixtures("deterministic")
 def test_a_column_of_more_than_2_31_values_trains_like_the_rows_that_are_seen() -> None:
-    """Bit for bit, and the rows between stay as they are. Both ends of the table are seen, the last rows beyond 2^31 values."""
+    """Both ends of the table are seen, the last rows beyond 2^31 values."""
     rows = 2**31 // REST + 600_000
     assert (rows - SEEN) * REST > 2**31
     need_memory(50)
-    small = small_columns()
-    tables = [large_table(rows, small), scenes.table_of(small)]
-    adams = [SplatAdam(table, probe.LRS, opacity_reg=0.01, scale_reg=0.01) for table in tables]
-    cameras = [probe.camera(i, 960, 720) for i in range(3)]
-    target = probe.photograph(960, 720)
-    for camera in cameras:  # the second and third replay what they missed
-        losses = [
-            train_step(table, adam, camera, target).loss for table, adam in zip(tables, adams, strict=True)
-        ]
-        assert losses[0] == losses[1]
-    for adam in adams:
-        adam.flush()
-    for name, column in tables[1].named_columns().items():
-        large = tables[0].named_columns()[name]
-        assert torch.equal(ends(large), column.detach().cpu()), name
-        assert torch.equal(ends(adams[0].exp_avg[name]), adams[1].exp_avg[name].cpu()), name
-        assert not torch.equal(column.detach().cpu(), small[name]), f"{name} was not trained"
-    between = tables[0].means.detach()[rows // 2 - 1000 : rows // 2 + 1000].cpu()
-    assert torch.equal(between, torch.tensor([0.0, 0.0, -10.0]).expand(2000, 3))
-    assert float(adams[0].exp_avg_sq["shN"][SEEN : SEEN + 1000].abs().max()) == 0.0
+    probe.check_that_rows_between_change_nothing(rows, SEEN, (960, 720))
 
 
 def test_plain_gradients_of_more_than_2_31_values() -> None:
     """`loss.backward()` without an optimizer fills a dense .grad: zeros but for the rows that are seen."""
     rows = 2**31 // REST + 600_000
     need_memory(40)
-    small = small_columns()
+    small = probe.columns_seen(SEEN)
     grads = []
-    for table in (large_table(rows, small), scenes.table_of(small)):
+    for table in (probe.table_with_rows_between(rows, small), scenes.table_of(small)):
         rgb = render(table, probe.camera(0, 960, 720), depth=False)[0].rgb
         l1_ssim_loss(rgb, probe.photograph(960, 720)).backward()
         assert table.shN.grad is not None
         grads.append(table.shN.grad)
-    assert scenes.relative_l2(ends(grads[0]), grads[1]) <= 1e-5
+    assert scenes.relative_l2(probe.ends(grads[0], SEEN), grads[1]) <= 1e-5
     for first in range(SEEN, rows - SEEN, 10_000_000):
         assert not grads[0][first : min(first + 10_000_000, rows - SEEN)].any()

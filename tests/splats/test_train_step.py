@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import large_probe
 import pytest
 import splat_scenes as scenes
 import torch
@@ -276,3 +277,8 @@ def test_on_three_shards_with_the_locality_check() -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_rows_between_those_that_are_seen_change_nothing() -> None:
+    """What test_large_gpu.py claims of 50 million rows."""
+    large_probe.check_that_rows_between_change_nothing(20_000, 800, (160, 120))
