@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 # What Nerfstudio 1.1.5 imports for `ns-export` alone, and `gaussian-splat` and `cameras` do not use
-MESH_TOOLS = ("open3d", "mediapy", "xatlas", "pymeshlab", "skimage")
+MESH_TOOLS = ("open3d", "mediapy", "xatlas", "pymeshlab", "skimage", "trimesh")
 
 
 class _Missing:
