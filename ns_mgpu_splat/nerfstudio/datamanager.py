@@ -33,6 +33,7 @@ from ns_mgpu_splat.data.cache import BoundedCache
 from ns_mgpu_splat.data.checks import DatasetError, Level
 from ns_mgpu_splat.data.images import ImageError, ImageSource
 from ns_mgpu_splat.data.memory import available_memory
+from ns_mgpu_splat.device import is_initialized, native
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
 from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed, kAhead
 
@@ -91,14 +92,15 @@ class Picture:
 
 
 def read_picture(source: ImageSource) -> Picture:
-    """Decode, rescale and undistort one image; in pinned memory where there is CUDA."""
+    """Decode, rescale and undistort one image; in pinned memory where the mesh has GPUs."""
     image, mask = source.read()
     return Picture(_host_tensor(image), None if mask is None else _host_tensor(mask))
 
 
 def _host_tensor(values: np.ndarray) -> torch.Tensor:
     """A writable tensor of an array, copied at most once."""
-    if torch.cuda.is_available():
+    # on a mesh of the host, pinned memory would only make a context on a GPU that nobody asked for
+    if is_initialized() and native().flavour == "cuda":
         tensor = torch.empty(values.shape, dtype=torch.uint8, pin_memory=True)
         np.copyto(tensor.numpy(), values.view(np.uint8))
         return tensor.view(torch.bool) if values.dtype == np.bool_ else tensor

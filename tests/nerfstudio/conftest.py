@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import scene
 from lives import Lives
-from nerfstudio_tools import command, environment, train_many
+from nerfstudio_tools import command, environment, register_from_checkout, train_many
+
+register_from_checkout()
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,18 @@ def environment(**changes: str) -> dict[str, str]:
     paths = [os.environ.get("PYTHONPATH", ""), *([str(STAND_INS)] if mesh_tools_are_missing() else [])]
     path = os.pathsep.join(filter(None, paths))
     return {**os.environ, "PYTHONPATH": path, "MGPU_DEVICES": "cpu:1", "COLUMNS": "200", **changes}
+
+
+def register_from_checkout() -> None:
+    """Where the package is on PYTHONPATH only and not installed, tell Nerfstudio by its own variables what an installed
+    package's entry points say."""
+    if entry_points(group="nerfstudio.method_configs", name="mgpu-splat"):
+        return
+    text = (Path(ns_mgpu_splat.__file__).parents[1] / "pyproject.toml").read_text()
+    for group in ("method_configs", "dataparser_configs"):
+        _, _, rest = text.partition(f'[project.entry-points."nerfstudio.{group}"]')
+        pairs = re.findall(r'^(\S+) = "(\S+)"$', rest.partition("\n[")[0], re.M)
+        os.environ[f"NERFSTUDIO_{group.upper()}"] = ",".join(f"{name}={place}" for name, place in pairs)
 
 
 @functools.cache

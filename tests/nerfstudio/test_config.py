@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import get_type_hints
 
@@ -38,6 +39,8 @@ def test_importing_the_entry_point_loads_nothing_native_and_no_table_of_methods(
 def test_the_method_is_registered_under_its_name() -> None:
     from nerfstudio.plugins.registry import discover_methods
 
+    if not entry_points(group="nerfstudio.method_configs", name="mgpu-splat"):
+        pytest.skip("the package is not installed, only on PYTHONPATH: it has no entry points")
     methods, _ = discover_methods()
     assert methods["mgpu-splat"].method_name == "mgpu-splat"
     assert methods["mgpu-splat-big"].method_name == "mgpu-splat-big"
