@@ -81,6 +81,7 @@ void join_shards() {
     for (const int device : devices) {
       if (device != waiting) CUDA_CHECK(cudaStreamWaitEvent(device_stream(waiting), join_event(device), 0));
     }
+    be_late(waiting, device_stream(waiting));
   }
 }
 

@@ -6,7 +6,8 @@
 
 namespace mgpu {
 
-// From now on `gpu` waits so many microseconds before each operator and each stage; -1: no GPU does.
+// From now on `gpu` waits so many microseconds before each operator and each stage, and after each join; -1:
+// no GPU does.
 void set_late_gpu(int gpu, int microseconds);
 
 // Called before work is given to a GPU's stream: nothing, unless this GPU is to be late.
