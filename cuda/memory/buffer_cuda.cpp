@@ -244,10 +244,10 @@ void* allocate_temporary(int64_t bytes, int owner) {
   if (bytes <= 0) return nullptr;
   Temporaries& all = temporaries();
   const int shard = shard_of_owner(owner), gpu = shard_device(shard);
-  const cudaStream_t stream = shard_stream(shard);
   bytes = round_up(bytes, kAlignment);
-  const auto take = [&] {
-    return all.uncached ? take_single(all, bytes, gpu, stream) : take_from_heap(all, bytes, gpu, stream);
+  const auto take = [&] {  // the driver's own block is there for other GPUs when the stream has come past
+    return all.uncached ? take_single(all, bytes, gpu, shard_stream(shard))
+                        : take_from_heap(all, bytes, gpu, quiet_stream(shard));
   };
   void* data = nullptr;
   try {
@@ -273,7 +273,7 @@ void free_temporary(void* data, int64_t bytes, int owner) noexcept {
   tally(shard, -bytes);
   try {
     const int gpu = shard_device(shard);
-    const cudaStream_t stream = shard_stream(shard);
+    const cudaStream_t stream = quiet_stream(shard);
     std::lock_guard<std::mutex> lock(all.mutex);
     for (const std::unique_ptr<Heap>& heap : all.heaps) {
       if (!heap->contains(data)) continue;

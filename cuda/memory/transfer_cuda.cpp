@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <vector>
 
+#include "memory/waits_cuda.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -34,7 +36,6 @@ class UploadRing {
     char* staged = memory_ + segment_ * kSegmentBytes + used_;
     std::memcpy(staged, host, static_cast<size_t>(bytes));
     CUDA_CHECK(cudaMemcpyAsync(device, staged, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream));
-    CUDA_CHECK(cudaEventRecord(done_[segment_], stream));
     used_ += (bytes + 255) / 256 * 256;
   }
 
@@ -47,6 +48,7 @@ class UploadRing {
     for (cudaEvent_t& event : done_) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
   void next_segment() {
+    CUDA_CHECK(cudaEventRecord(done_[segment_], stream_));
     segment_ = (segment_ + 1) % kSegments;
     used_ = 0;
     CUDA_CHECK(cudaEventSynchronize(done_[segment_]));
@@ -83,7 +85,17 @@ struct Landing {
   }
 };
 
+// Waits for the shard's stream, and notes for how long.
+thread_local double waited_so_far = 0.0;
+void wait_for(int shard) {
+  const auto start = std::chrono::steady_clock::now();
+  synchronise_shard(shard);
+  waited_so_far += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 }  // namespace
+
+double seconds_waited() { return waited_so_far; }
 
 void read_back_bytes(void* host, const void* device, int64_t bytes, int shard) {
   if (bytes <= 0) return;
@@ -91,7 +103,7 @@ void read_back_bytes(void* host, const void* device, int64_t bytes, int shard) {
   DeviceGuard guard(shard_device(on));
   CUDA_CHECK(
       cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, shard_stream(on)));
-  CUDA_CHECK(cudaStreamSynchronize(shard_stream(on)));
+  wait_for(on);
 }
 
 void upload_bytes(void* device, const void* host, int64_t bytes, int shard) {
@@ -104,7 +116,7 @@ void upload_bytes(void* device, const void* host, int64_t bytes, int shard) {
     return;
   }
   CUDA_CHECK(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream));
-  CUDA_CHECK(cudaStreamSynchronize(stream));
+  synchronise_shard(on);
 }
 
 void zero_bytes(void* device, int64_t bytes, int shard) {
@@ -145,7 +157,12 @@ void ReadBack::wait() {
     CUDA_CHECK(cudaMemcpyAsync(memory + pieces_[i].offset, sources_[i], static_cast<size_t>(pieces_[i].bytes),
                                cudaMemcpyDeviceToHost, shard_stream(shards_[i])));
   }
-  for (const int shard : shards_) CUDA_CHECK(cudaStreamSynchronize(shard_stream(shard)));
+  uint64_t waited = 0;  // GPUs, as bits
+  for (const int shard : shards_) {
+    const uint64_t bit = uint64_t{1} << shard_device(shard);
+    if (!(waited & bit)) wait_for(shard);
+    waited |= bit;
+  }
   for (const Piece& piece : pieces_)
     std::memcpy(piece.host, memory + piece.offset, static_cast<size_t>(piece.bytes));
   pieces_.clear();

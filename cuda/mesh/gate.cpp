@@ -3,6 +3,8 @@
 
 #include <shared_mutex>
 
+#include "mesh/behalf.h"
+
 namespace mgpu {
 
 namespace {
@@ -23,6 +25,10 @@ LaunchScope::LaunchScope() {
 LaunchScope::~LaunchScope() {
   if (--depth == 0) gate().unlock_shared();
 }
+
+LaunchOnBehalf::LaunchOnBehalf() { ++depth; }
+
+LaunchOnBehalf::~LaunchOnBehalf() { --depth; }
 
 // Inside a LaunchScope of its own the thread would wait for itself: it stays in, and the pages move all the
 // same, because a thread that is moving pages launches nothing.

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 
 #include "mesh/fork_join.h"
 #include "mesh/mesh.h"
@@ -20,13 +21,23 @@ int shard_device(int shard);
 // The stream that work of the shard goes to. Shards on one GPU share it, so they need no joining. By default
 // one non-default stream a GPU, made when first asked for; the backend installs a provider that knows torch's
 // streams.
+// Asking for it counts as giving it work, which join_shards() then makes the other GPUs wait for: ask anew
+// after a join.
 cudaStream_t shard_stream(int shard);
+// The same, for whoever gives it no work that another GPU could see.
+cudaStream_t quiet_stream(int shard);
 using StreamProvider = cudaStream_t (*)(int device);
 void set_stream_provider(StreamProvider provider);
 
 // Every GPU's stream waits for what the others have been given so far. By events: the host does not wait.
-// Free on a mesh with one GPU.
+// Free on a mesh with one GPU, and where nothing was given since the latest join.
 void join_shards();
+
+// As for_each_shard, for a stage of many launches: with MGPU_LAUNCH_THREADS=1 a thread a GPU makes them, so
+// that the last GPU does not wait until the host has served all others. `work` of different shards runs at
+// once.
+void launch_on_shards(const char* stage, const std::function<void(const Shard&)>& work,
+                      Access access = Access::kLocal);
 
 // Around a public operator whose first or last stage is local: its operands may come from any GPU, its
 // results go to any.
@@ -37,8 +48,9 @@ struct JoinedOperator {
   }
 };
 
-// The host waits for all shards' streams.
+// The host waits for all shards' streams, or for one; nobody needs to be joined to what it waited for.
 void synchronise_shards();
+void synchronise_shard(int shard);
 
 // Makes a GPU current, and the former one again at the end.
 class DeviceGuard {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // assign.cu: who blends what, on several shards. From the 16 bytes that stage "project" keeps of a record's
-// tiles (cover.h): first what each home has in each tile, for the host to choose ranges by; then, of each
-// record, which ranges it meets. Floor: 20 bytes a record twice, 12 an intersection of atomics in L2. Two
-// read-backs: that of stage "project", with 12 bytes a tile more, and one here of some numbers.
+// tiles (cover.h): first what each home has in each run of tiles, for the host to choose ranges by; then, of
+// each record, which ranges it meets. Floor: 20 bytes a record twice, 12 bytes of atomics in L2 a record and
+// run. Two read-backs: that of stage "project", with 12 bytes a run more, and one here of some numbers.
+#include <algorithm>
 #include <bit>
 #include <map>
 #include <mutex>
@@ -42,7 +43,8 @@ MeasuredRecords measured_records(const Frame& frame, int home) {
 
 // By all lanes of a warp: what the tiles of each lane's record come to. A record of few tiles is its own
 // lane's, from its mask; a larger one is walked by all. A Sum starts out as start(number of tiles); it has
-// add(view, box, x, y) for a tile, and over_warp(), the total of all lanes' parts.
+// add(view, box, x, y) for a tile, done() behind a lane's last one, and over_warp(), the total of all lanes'
+// parts.
 template <typename Sum, typename Start>
 __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t r, bool held,
                                               const Start& start) {
@@ -60,6 +62,7 @@ __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t
       const int bit = __ffs(left) - 1;
       own.add(view, box, cover.tile_rect[0] + bit % columns, cover.tile_rect[1] + bit / columns);
     }
+    own.done();
   }
   for (unsigned left = __ballot_sync(kAllLanes, large && cover.count > 0); left; left &= left - 1) {
     const int source = __ffs(left) - 1;
@@ -75,38 +78,55 @@ __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t
         for (int x = span.begin; x < span.end; ++x) part.add(view, box, x, y);
       }
     }
+    part.done();
     part = part.over_warp();
     if (lane == source) own = part;
   }
   return own;
 }
 
-// ---- what each home has in each tile
+// ---- what each home has in each run of tiles
 
-struct AddToTiles {
-  unsigned long long* count;  // [positions]
-  uint32_t* patches;          // [positions]
+// Tiles of a record come in rows, and neighbours are mostly of one run: these are added at once.
+struct AddToRuns {
+  unsigned long long* count;  // [runs]
+  uint32_t* patches;          // [runs]
+  int shift;                  // of a position: its run
   TileCount one;
+  int64_t run;
+  TileCount held;
+  uint32_t held_patches;
 
   __device__ __forceinline__ void add(const View& view, const PatchBox& box, int x, int y) {
-    const int64_t at = view.position_of(int64_t{y} * view.tiles_x + x);
-    atomicAdd(count + at, static_cast<unsigned long long>(one));
+    const int64_t at = view.position_of(int64_t{y} * view.tiles_x + x) >> shift;
+    if (at != run) {
+      done();
+      run = at;
+    }
+    held += one;
     const int32_t met = box.in_span(y, x, x + 1);
-    if (met > 0) atomicAdd(patches + at, static_cast<uint32_t>(met));
+    if (met > 0) held_patches += static_cast<uint32_t>(met);
   }
-  __device__ __forceinline__ AddToTiles over_warp() const { return *this; }
+  __device__ __forceinline__ void done() {
+    if (held) atomicAdd(count + run, static_cast<unsigned long long>(held));
+    if (held_patches) atomicAdd(patches + run, held_patches);
+    held = 0;
+    held_patches = 0;
+  }
+  __device__ __forceinline__ AddToRuns over_warp() const { return *this; }
 };
 
 __global__ void __launch_bounds__(kThreads)
     count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const SumState* records, int64_t room,
-                       unsigned long long* count, uint32_t* patches) {
+                       int shift, uint32_t share, unsigned long long* count, uint32_t* patches) {
   int64_t held = 0;
   for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
   held = held < room ? held : room;
   for (int64_t block = blockIdx.x; block * kThreads < held; block += gridDim.x) {
     const int64_t r = block * kThreads + threadIdx.x;
-    sum_over_tiles<AddToTiles>(in, r, r < held, [&](int32_t tiles) {
-      return AddToTiles{count, patches, tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles)) : 0};
+    sum_over_tiles<AddToRuns>(in, r, r < held, [&](int32_t tiles) {
+      const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
+      return AddToRuns{count, patches, shift, one, 0, 0, 0};
     });
   }
 }
@@ -131,6 +151,7 @@ struct RangesMet {
   __device__ __forceinline__ void add(const View& view, const PatchBox&, int x, int y) {
     mask |= 1u << ends->range_of(view.position_of(int64_t{y} * view.tiles_x + x));
   }
+  __device__ __forceinline__ void done() {}
   __device__ __forceinline__ RangesMet over_warp() const { return {ends, __reduce_or_sync(kAllLanes, mask)}; }
 };
 
@@ -180,11 +201,12 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0 && s_met) atomicAdd(counts + layout.met(), static_cast<SumState>(s_met));
 }
 
-void mark_ranges(Frame& frame, int home, Buffer<SumState>& counts) {
+// Leaves the home's counts at the end of its parcel_states.
+void mark_ranges(Frame& frame, int home) {
   ShardRecords& in = frame.shards[static_cast<size_t>(home)];
   const RangeCounts layout = range_counts(frame);
-  counts = Buffer<SumState>(layout.words(), home);
-  zero(counts);
+  in.parcel_states = Buffer<SumState>(layout.ranges * blocks_for(in.count, kThreads) + layout.words(), home);
+  zero(in.parcel_states);
   in.range_mask = Buffer<uint64_t>(in.count, home);
   if (in.count > 0) {
     RangeEnds ends{};
@@ -194,29 +216,31 @@ void mark_ranges(Frame& frame, int home, Buffer<SumState>& counts) {
         prepare_kernel(reinterpret_cast<const void*>(mark_ranges_kernel), kThreads, 0, home);
     const unsigned blocks =
         static_cast<unsigned>(std::min<int64_t>(blocks_for(in.count, kThreads), resident));
-    mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
-        measured_records(frame, home), in.count, ends, layout, in.range_mask.data(), counts.data());
+    mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(measured_records(frame, home), in.count,
+                                                                    ends, layout, in.range_mask.data(),
+                                                                    in.parcel_states.end() - layout.words());
     KERNEL_CHECK("assign", home, in.count);
   }
   in.half_extent = Buffer<float>();
   in.cover = Buffer<TileCover>();
 }
 
-int64_t patch_words(int64_t positions) { return (positions + 1) / 2; }
+struct RunTable {
+  int64_t tiles, run, runs, words;
 
-// The tables of the thread's latest frame: new memory of half a megabyte would cost more than what is done
-// with it.
-struct SpareTables {
-  std::vector<TileCount> count;
-  std::vector<uint64_t> patch;
-  void swap_with(Frame& frame) {
-    count.swap(frame.tile_count_table);
-    patch.swap(frame.tile_patch_table);
-  }
+  explicit RunTable(const Frame& frame)
+      : tiles(frame.tile_count()),
+        run(tiles_of_run(tiles)),
+        runs((tiles + run - 1) / run),
+        words(runs + (runs + 1) / 2) {}
 };
-SpareTables& spare_tables() {
-  thread_local SpareTables tables;
-  return tables;
+
+// What a record spreads over its tiles: no run's shares of one home may reach 2^32.
+uint32_t record_share(const Frame& frame) {
+  int64_t most = 1;  // records of a home
+  for (const RowRange& home : frame.homes)
+    most = std::max(most, home.size() * static_cast<int64_t>(frame.views.size()));
+  return static_cast<uint32_t>(std::clamp<int64_t>((int64_t{1} << 31) / most, 1, kRecordShare));
 }
 
 }  // namespace
@@ -239,55 +263,42 @@ std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurv
   return out;
 }
 
-void start_tile_counts(Frame& frame) {
-  const size_t shards = frame.homes.size();
-  if (frame.owners.size() < 2) return;
-  spare_tables().swap_with(frame);
-  frame.tile_count_table.assign(shards * static_cast<size_t>(frame.tile_count()), 0);
-  frame.tile_patch_table.assign(shards * static_cast<size_t>(patch_words(frame.tile_count())), 0);
-}
+int64_t run_table_words(const Frame& frame) { return RunTable(frame).words; }
 
-void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room,
-                 Buffer<uint64_t>& counts) {
-  const int64_t positions = frame.tile_count();
-  counts = Buffer<uint64_t>(positions + patch_words(positions), home);
-  zero(counts);
+void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room, SumState* counts) {
+  const RunTable table(frame);
   const int64_t resident =
       prepare_kernel(reinterpret_cast<const void*>(count_tiles_kernel), kThreads, 0, home);
   const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(blocks_for(room, kThreads), resident));
   count_tiles_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
-      measured_records(frame, home), records, room, reinterpret_cast<unsigned long long*>(counts.data()),
-      reinterpret_cast<uint32_t*>(counts.data() + positions));
+      measured_records(frame, home), records, room, std::countr_zero(static_cast<uint64_t>(table.run)),
+      record_share(frame), counts, reinterpret_cast<uint32_t*>(counts + table.runs));
   KERNEL_CHECK("assign", home, room);
-}
-
-void ask_tile_counts(Frame& frame, int home, const Buffer<uint64_t>& counts, ReadBack& read_back) {
-  const int64_t positions = frame.tile_count(), words = patch_words(positions);
-  read_back.add(frame.tile_count_table.data() + home * positions, counts.data(), positions, home);
-  read_back.add(frame.tile_patch_table.data() + home * words, counts.data() + positions, words, home);
 }
 
 void assign_tiles(Frame& frame) {
   const int64_t shards = static_cast<int64_t>(frame.homes.size());
   if (shards == 1) return;
-  const int64_t positions = frame.tile_count(), words = patch_words(positions);
-  transport().gather(frame.tile_count_table.data(), positions);
-  transport().gather(frame.tile_patch_table.data(), words);
-  frame.ranges = choose_ranges(frame.tile_count_table.data(), static_cast<int>(shards), positions);
+  const RunTable layout(frame);
+  transport().gather(frame.run_table.data(), layout.words);
+  std::vector<TileCount> run_counts;  // [shards, runs]
+  run_counts.reserve(static_cast<size_t>(shards * layout.runs));
+  for (int64_t home = 0; home < shards; ++home) {
+    const TileCount* const of_home = frame.run_table.data() + home * layout.words;
+    run_counts.insert(run_counts.end(), of_home, of_home + layout.runs);
+  }
+  frame.ranges = choose_ranges(run_counts.data(), static_cast<int>(shards), layout.tiles, layout.run);
 
-  std::vector<Buffer<SumState>> counts(static_cast<size_t>(shards));
-  for_each_shard("assign", [&](const Shard& shard) {
-    mark_ranges(frame, shard.index, counts[static_cast<size_t>(shard.index)]);
-  });
+  launch_on_shards("assign", [&](const Shard& shard) { mark_ranges(frame, shard.index); });
 
-  // meanwhile: exact sums of what the tiles of each range hold
+  // meanwhile: exact sums of what the runs of each range hold
   std::vector<int64_t> pairs(static_cast<size_t>(shards), 0), patches(static_cast<size_t>(shards), 0);
   for (int64_t home = 0; home < shards; ++home) {
-    const TileCount* count = frame.tile_count_table.data() + home * positions;
-    const auto* patch = reinterpret_cast<const uint32_t*>(frame.tile_patch_table.data() + home * words);
+    const TileCount* const count = frame.run_table.data() + home * layout.words;
+    const auto* const patch = reinterpret_cast<const uint32_t*>(count + layout.runs);
     int64_t at = 0;
     for (size_t range = 0; range < pairs.size(); ++range) {
-      for (; at < frame.ranges.end[range]; ++at) {
+      for (; at * layout.run < frame.ranges.end[range]; ++at) {
         pairs[range] += pairs_of(count[at]);
         patches[range] += patch[at];
       }
@@ -299,7 +310,8 @@ void assign_tiles(Frame& frame) {
   ReadBack read_back;
   for (int64_t home = 0; home < shards; ++home) {
     read_back.add(reinterpret_cast<SumState*>(table.data() + home * row),
-                  counts[static_cast<size_t>(home)].data(), row, static_cast<int>(home));
+                  frame.shards[static_cast<size_t>(home)].parcel_states.end() - row, row,
+                  static_cast<int>(home));
   }
   read_back.wait();
   transport().gather(table.data(), row);
@@ -309,7 +321,7 @@ void assign_tiles(Frame& frame) {
     owner.pairs = pairs[range];
     owner.patch_pairs = patches[range];
   }
-  spare_tables().swap_with(frame);
+  frame.run_table.clear();
 }
 
 }  // namespace mgpu::splat

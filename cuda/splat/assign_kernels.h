@@ -14,13 +14,11 @@ namespace mgpu::splat {
 // A curve in memory of a shard; cached.
 std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurve& curve, int shard);
 
-// Zeros on the host, for shards without rows.
-void start_tile_counts(Frame& frame);
+// Words of a home in frame.run_table.
+int64_t run_table_words(const Frame& frame);
 
-// Counts the home's first `room` measured records, of which there are as many as `records` [views] say, into
-// `counts`, and asks for that.
-void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room,
-                 Buffer<uint64_t>& counts);
-void ask_tile_counts(Frame& frame, int home, const Buffer<uint64_t>& counts, ReadBack& read_back);
+// Adds what the home's first `room` measured records meet, of which there are as many as `records` [views]
+// say, to a row of the table on the device.
+void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room, SumState* counts);
 
 }  // namespace mgpu::splat

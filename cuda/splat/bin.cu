@@ -78,19 +78,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-void measure(const BinInput& in, int self, TileOwner& owner) {
+// depth_histogram: [kDepthBins], zero before.
+void measure(const BinInput& in, int self, TileOwner& owner, SumState* depth_histogram) {
   owner.half_extent = Buffer<float>(2 * in.records, self);
   owner.cover = Buffer<TileCover>(in.records, self);
   owner.depth_key = Buffer<uint32_t>(in.records, self);
-  owner.depth_histogram = Buffer<SumState>(kDepthBins, self);
-  zero(owner.depth_histogram);
-  if (in.records == 0) return;
   const unsigned blocks = static_cast<unsigned>(
       std::min<int64_t>(blocks_for(in.records, kThreads),
                         prepare_kernel(reinterpret_cast<const void*>(measure_kernel), kThreads, 0, self)));
   measure_kernel<<<blocks, kThreads, 0, shard_stream(self)>>>(
       in, reinterpret_cast<float2*>(owner.half_extent.data()), owner.cover.data(), owner.depth_key.data(),
-      owner.depth_histogram.data());
+      depth_histogram);
   KERNEL_CHECK("bin", self, in.records);
 }
 
@@ -326,20 +324,25 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
     constexpr int kManyRecords = 4;
     const int a_thread = records >= int64_t{2 * 132} * kThreads * kManyRecords ? kManyRecords : 1;
     const int64_t emit_blocks = blocks_for(records, kThreads * a_thread);
-    // zeros: states of the listing, histogram of tiles, what the sorts need
-    Buffer<SumState> zeros(emit_blocks + kTileBins + by_depth.words(kDepthBins) + by_tile.words(kTileBins),
-                           self);
+    // zeros: states of the listing, histograms of tiles and depths, what the sorts need
+    Buffer<SumState> zeros(
+        emit_blocks + kTileBins + kDepthBins + by_depth.words(kDepthBins) + by_tile.words(kTileBins), self);
     zero(zeros);
     SumState* const histogram = zeros.data() + emit_blocks;
-    SumState* const depth_words = histogram + kTileBins;
+    SumState* const depth_words = histogram + kTileBins + kDepthBins;
     SumState* const tile_words = depth_words + by_depth.words(kDepthBins);
+    SumState* depth_histogram = owner.depth_histogram.data();
+    if (in.several) {
+      depth_histogram = histogram + kTileBins;
+      measure(in, self, owner, depth_histogram);
+    }
 
     Buffer<int32_t> order(2 * records, self);
     Buffer<uint32_t> other_depth_key(by_depth.passes > 1 ? records : 0, self);
     uint32_t* const depth_keys[2] = {owner.depth_key.data(), other_depth_key.data()};
     int32_t* const orders[2] = {order.data(), order.data() + records};
     const int ordered = sort_by_digits<kDepthBins>(by_depth, depth_keys, nullptr, orders, records,
-                                                   owner.depth_histogram.data(), depth_words, false, self);
+                                                   depth_histogram, depth_words, false, self);
 
     const EmitTarget<Key> target{owner.cover.data(),        orders[ordered], pairs,       key.data(),
                                  owner.entry_record.data(), histogram,       zeros.data()};
@@ -371,7 +374,6 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
                     owner.received(),
                     owner.tiles,
                     frame.homes.size() > 1};
-  if (frame.homes.size() > 1) measure(in, self, owner);
   if (owner.tiles.size() < int64_t{1} << 16)
     list_tiles<uint16_t>(in, self, owner);
   else
@@ -384,7 +386,7 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
 }  // namespace
 
 void bin_records(Frame& frame) {
-  for_each_shard("bin", [&](const Shard& shard) {
+  launch_on_shards("bin", [&](const Shard& shard) {
     bin_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
   });
 }

@@ -23,10 +23,14 @@ namespace {
 
 using Counts = py::array_t<uint64_t, py::array::c_style | py::array::forcecast>;
 
-// counts [shards, positions]: pairs << 32 | shares of records. Ends of the ranges, and their owners.
-std::pair<std::vector<int64_t>, std::vector<int>> chosen_ranges(const Counts& counts) {
-  if (counts.ndim() != 2) throw std::invalid_argument("counts must be [shards, positions]");
-  const TileRanges ranges = choose_ranges(counts.data(), static_cast<int>(counts.shape(0)), counts.shape(1));
+// counts [shards, places]: pairs << 32 | shares of records, of runs of `run` tiles, `tiles` in all (-1: whole
+// runs). Ends of the ranges in tiles, and their owners.
+std::pair<std::vector<int64_t>, std::vector<int>> chosen_ranges(const Counts& counts, int64_t run,
+                                                                int64_t tiles) {
+  if (counts.ndim() != 2) throw std::invalid_argument("counts must be [shards, places]");
+  if (tiles < 0) tiles = counts.shape(1) * run;
+  if ((tiles + run - 1) / run != counts.shape(1)) throw std::invalid_argument("tiles do not fit the places");
+  const TileRanges ranges = choose_ranges(counts.data(), static_cast<int>(counts.shape(0)), tiles, run);
   return {ranges.end, ranges.owner};
 }
 
@@ -83,7 +87,9 @@ MGPU_BINDINGS(assign) {
   m.def(
       "tile_curve", [](int tiles_x, int tiles_y) { return tile_curve(tiles_x, tiles_y)->tile_from_position; },
       pybind11::arg("tiles_x"), pybind11::arg("tiles_y"));
-  m.def("choose_ranges", &chosen_ranges, pybind11::arg("counts"));
+  m.def("choose_ranges", &chosen_ranges, pybind11::arg("counts"), pybind11::arg("run") = 1,
+        pybind11::arg("tiles") = -1);
+  m.def("tiles_of_run", &tiles_of_run, pybind11::arg("tiles"));
   m.def("match_ranges", &match_ranges, pybind11::arg("kept"), pybind11::arg("shards"));
   m.def("record_transport", [](bool wanted) {
     set_transport(wanted ? std::make_unique<RecordingTransport>() : make_local_transport());

@@ -924,13 +924,8 @@ template <bool kSlots>
 void launch_backward(const ViewList& views, const BackwardInput& in, const BackwardTarget& out, bool depth,
                      bool absgrad, int64_t most_buckets, int self) {
   const auto launch = [&](auto kernel, size_t bytes) {
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-    int processors = 0, resident = 0;
-    CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(self)));
-    CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBackThreads, bytes));
-    const int64_t blocks =
-        std::min((most_buckets + kBackWarps - 1) / kBackWarps, int64_t{processors} * resident);
+    const int64_t resident = prepare_kernel(reinterpret_cast<const void*>(kernel), kBackThreads, bytes, self);
+    const int64_t blocks = std::min((most_buckets + kBackWarps - 1) / kBackWarps, resident);
     kernel<<<static_cast<unsigned>(blocks), kBackThreads, bytes, shard_stream(self)>>>(views, in, out);
   };
   constexpr size_t kPlain = sizeof(BackWorkspace<false>) * kBackWarps;
@@ -986,17 +981,19 @@ void backward_owner(const Frame& frame, int self, TileOwner& owner,
 }  // namespace
 
 void blend(Frame& frame) {
-  const auto work = [&](const Shard& shard) {
+  launch_on_shards("blend", [&](const Shard& shard) {
     blend_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
-  };
-  for_each_shard("blend", work, Access::kExchange);  // images may lie with other shards
+  });
+  // Images may lie with other shards: whoever reads them waits. They are written at once, because the host
+  // has waited for all shards in stage "assign": nobody can still be using their memory for something else.
+  join_shards();
 }
 
 void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   const auto work = [&](const Shard& shard) {
     backward_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)], grads);
   };
-  for_each_shard("blend_backward", work, Access::kExchange);
+  launch_on_shards("blend_backward", work, Access::kExchange);
 }
 
 }  // namespace mgpu::splat

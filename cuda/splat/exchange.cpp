@@ -51,6 +51,7 @@ void exchange_records(Frame& frame) {
   if (shards == 1) return;
 #endif
   std::vector<Shipment> shipments;
+  bool crosses = false;  // whether homes write to other shards
   std::vector<std::vector<Record*>> target(shards, std::vector<Record*>(shards, nullptr));
   for (size_t self = 0; self < shards; ++self) {
     TileOwner& owner = frame.owners[self];
@@ -62,14 +63,20 @@ void exchange_records(Frame& frame) {
     Record* const place = to.record.data() + to.peer_begin[static_cast<size_t>(home)];
     Record*& packed = target[static_cast<size_t>(home)][static_cast<size_t>(owner)];
     packed = place;
-    if (transport().reaches(home, owner)) return;
+    if (transport().reaches(home, owner)) {
+      crosses |= home != owner;
+      return;
+    }
     parcel.record = Buffer<Record>(parcel.count, home);
     packed = parcel.record.data();
     shipments.push_back({home, owner, packed, place, parcel.count * static_cast<int64_t>(sizeof(Record))});
   });
-  for_each_shard("pack", [&](const Shard& shard) {
-    flavour::pack(frame, shard.index, target[static_cast<size_t>(shard.index)]);
-  });
+  for_each_shard(
+      "pack",
+      [&](const Shard& shard) {
+        flavour::pack(frame, shard.index, target[static_cast<size_t>(shard.index)]);
+      },
+      crosses ? Access::kExchange : Access::kLocal);
   transport().ship("exchange", shipments);
   for_each_shard("exchange", [&](const Shard& shard) { flavour::fill_views(frame, shard.index); });
   for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.record = Buffer<Record>(); });  // delivered
@@ -86,22 +93,29 @@ void return_gradients(Frame& frame) {
   }
 #endif
   std::vector<Shipment> shipments;
+  bool crosses = false;  // whether homes read from other shards
   std::vector<std::vector<const RecordGrad*>> part(shards, std::vector<const RecordGrad*>(shards, nullptr));
   for_each_parcel(frame, [&](int home, int owner, Parcel& parcel) {
     const TileOwner& from = frame.owners[static_cast<size_t>(owner)];
     const RecordGrad* const summed = from.record_grad.data() + from.peer_begin[static_cast<size_t>(home)];
     const RecordGrad*& here = part[static_cast<size_t>(home)][static_cast<size_t>(owner)];
     here = summed;
-    if (transport().reaches(owner, home)) return;
+    if (transport().reaches(owner, home)) {
+      crosses |= home != owner;
+      return;
+    }
     parcel.grad = Buffer<RecordGrad>(parcel.count, home);
     here = parcel.grad.data();
     shipments.push_back(
         {owner, home, summed, parcel.grad.data(), parcel.count * static_cast<int64_t>(sizeof(RecordGrad))});
   });
   transport().ship("return", shipments);
-  for_each_shard("collect", [&](const Shard& shard) {
-    flavour::collect(frame, shard.index, part[static_cast<size_t>(shard.index)]);
-  });
+  for_each_shard(
+      "collect",
+      [&](const Shard& shard) {
+        flavour::collect(frame, shard.index, part[static_cast<size_t>(shard.index)]);
+      },
+      crosses ? Access::kExchange : Access::kLocal);
   for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.grad = Buffer<RecordGrad>(); });
   for (TileOwner& owner : frame.owners) owner.record_grad = Buffer<RecordGrad>();
 }

@@ -98,6 +98,7 @@ struct ShardRecords {
   Buffer<uint64_t> range_mask;      // home; several shards: bit r is set if range r has a tile of the record
   Buffer<float> half_extent;  // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
   Buffer<TileCover> cover;    // home; the same: all tiles of the record
+  Buffer<unsigned long long> parcel_states;  // home; CUDA, several shards: zeros for packing its parcels
   CullCounts culled;
 };
 
@@ -204,10 +205,10 @@ struct Frame {
   std::vector<std::vector<Parcel>> parcels;              // [home][owner]
   std::vector<TileOwner> owners;                         // [shards]
   std::vector<ShardConstants> constants;                 // [shards]; CUDA flavour
-  // CUDA flavour, several shards, from stage "project" to "assign": what each home has in each tile
-  std::vector<TileCount> tile_count_table;  // [shards, tiles]
-  std::vector<uint64_t>
-      tile_patch_table;          // [shards, tiles / 2]: patches, as TileOwner::patch_pairs, 32 bits each
+  // CUDA flavour, several shards, from stage "project" to "assign": what each home has in each run of tiles
+  // (tiles_of_run): [shards, words], words being a TileCount a run and behind them the patches of each, as
+  // TileOwner::patch_pairs, 32 bits each.
+  std::vector<uint64_t> run_table;
   std::vector<StageTime> times;  // in the order they ran
   FrameLinks links;
 

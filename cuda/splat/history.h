@@ -62,9 +62,18 @@ class History {
   std::vector<float> noise_var_;
 };
 
-// CUDA flavour: what `packed` holds and behind it the arrays of a history, in `tables` on a shard, by one
-// copy; the result points into them. `packed` is left with all of it.
-AdamHistory upload_history(const AdamHistory& history, std::vector<float>& packed, Buffer<float>& tables,
-                           int shard);
+// CUDA flavour: the arrays of a history in one piece of memory, the same on every shard.
+class PackedHistory {
+ public:
+  // Appends the arrays to `packed`.
+  PackedHistory(const AdamHistory& history, std::vector<float>& packed);
+  // The history whose arrays are in a copy of `packed`.
+  AdamHistory in(const float* copy) const;
+
+ private:
+  AdamHistory history_;
+  std::array<size_t, kColumns> two_{}, step_size_{};  // where each array starts
+  size_t inv_sqrt_bc2_ = 0, closed_from_ = 0, beta1_power_ = 0, beta2_power_ = 0, noise_var_ = 0;
+};
 
 }  // namespace mgpu::splat

@@ -1,44 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// history_cuda.cpp: a history's tables on a GPU.
+// history_cuda.cpp: a history's tables as GPUs take them.
 #include <cstring>
-#include <utility>
 #include <vector>
 
-#include "memory/transfer.h"
 #include "splat/history.h"
 
 namespace mgpu::splat {
 
-AdamHistory upload_history(const AdamHistory& history, std::vector<float>& packed, Buffer<float>& tables,
-                           int shard) {
-  AdamHistory out = history;
-  const int64_t length = history.now - history.base;
-  packed.resize((packed.size() + 3) / 4 * 4);
-  packed.reserve(packed.size() + static_cast<size_t>((length + 1) * (5 * kColumns + 5)));
-  std::vector<std::pair<const float**, size_t>> places;  // where each array starts
-  const auto pack = [&](const float*& array, int64_t floats) {
-    places.emplace_back(&array, packed.size());
-    packed.insert(packed.end(), array, array + floats);
+PackedHistory::PackedHistory(const AdamHistory& history, std::vector<float>& packed) : history_(history) {
+  const auto length = static_cast<size_t>(history.now - history.base);
+  constexpr size_t kTwoFloats = sizeof(math::TwoSteps) / sizeof(float);
+  packed.resize((packed.size() + 3) / 4 * 4);  // TwoSteps first, so that they stay aligned
+  packed.reserve(packed.size() + (length + 1) * ((kTwoFloats + 1) * kColumns + 5));
+  const auto append = [&](const void* array, size_t floats) {
+    const size_t first = packed.size();
+    packed.resize(first + floats);
+    if (floats > 0) std::memcpy(packed.data() + first, array, floats * sizeof(float));
+    return first;
   };
-  // first, so that they stay aligned
-  std::vector<std::pair<const math::TwoSteps**, size_t>> two_places;
-  for (const math::TwoSteps*& two : out.two) {
-    two_places.emplace_back(&two, packed.size());
-    const size_t floats = static_cast<size_t>(length + 1) * (sizeof(math::TwoSteps) / sizeof(float));
-    packed.resize(packed.size() + floats);
-    std::memcpy(packed.data() + packed.size() - floats, two, floats * sizeof(float));
+  for (size_t column = 0; column < kColumns; ++column)
+    two_[column] = append(history.two[column], (length + 1) * kTwoFloats);
+  for (size_t column = 0; column < kColumns; ++column)
+    step_size_[column] = append(history.step_size[column], length);
+  inv_sqrt_bc2_ = append(history.inv_sqrt_bc2, length);
+  closed_from_ = append(history.closed_from, length + 1);
+  beta1_power_ = append(history.beta1_power, length + 1);
+  beta2_power_ = append(history.beta2_power, length + 1);
+  if (history.noise_var) noise_var_ = append(history.noise_var, length + 1);
+}
+
+AdamHistory PackedHistory::in(const float* copy) const {
+  AdamHistory out = history_;
+  for (size_t column = 0; column < kColumns; ++column) {
+    out.two[column] = reinterpret_cast<const math::TwoSteps*>(copy + two_[column]);
+    out.step_size[column] = copy + step_size_[column];
   }
-  for (const float*& step_size : out.step_size) pack(step_size, length);
-  pack(out.inv_sqrt_bc2, length);
-  pack(out.closed_from, length + 1);
-  pack(out.beta1_power, length + 1);
-  pack(out.beta2_power, length + 1);
-  if (out.noise_var) pack(out.noise_var, length + 1);
-  tables = Buffer<float>(static_cast<int64_t>(packed.size()), shard);
-  upload(tables.data(), packed.data(), tables.size(), shard);
-  for (const auto& [array, first] : places) *array = tables.data() + first;
-  for (const auto& [array, first] : two_places)
-    *array = reinterpret_cast<const math::TwoSteps*>(tables.data() + first);
+  out.inv_sqrt_bc2 = copy + inv_sqrt_bc2_;
+  out.closed_from = copy + closed_from_;
+  out.beta1_power = copy + beta1_power_;
+  out.beta2_power = copy + beta2_power_;
+  if (out.noise_var) out.noise_var = copy + noise_var_;
   return out;
 }
 

@@ -9,8 +9,9 @@
 
 namespace mgpu::splat {
 
-// Does the work of a stage and notes how long it took in frame.times. CUDA flavour: the host's time, or with
-// MGPU_STAGE_TIMES=1 the GPUs', for which the host waits around each stage.
+// Does the work of a stage and notes how long it took in frame.times. CUDA flavour: what the call took; with
+// MGPU_STAGE_TIMES=1 the GPUs, for which the host waits around each stage; with MGPU_STAGE_TIMES=host the
+// host, its waits for read-backs apart, as stage "wait".
 void run_stage(Frame& frame, const char* stage, const std::function<void()>& work);
 
 // Stage 2 alone. The frame has views, settings, columns (and state, history) and homes.

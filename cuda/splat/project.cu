@@ -19,6 +19,7 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -531,7 +532,8 @@ class ShardProjection {
         owners_(static_cast<int64_t>(frame.owners.size())),
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
-        counts_(static_cast<size_t>(2 * views_ + 5), 0),
+        counters_(2 * views_ + 5),
+        counts_(static_cast<size_t>(counters_ + (owners_ > 1 ? run_table_words(frame) : 0)), 0),
         depth_key_(0, shard),
         depth_histogram_(0, shard) {
     if (done_) return;
@@ -561,7 +563,7 @@ class ShardProjection {
     const RecordTarget target = make_target(counters + views_, states + views_ * chunks);
     const cudaStream_t stream = shard_stream(shard_);
     const CullSource source = cull_source();
-    const ListedCells listed{listed_cell.data(), counters + counts - 1, scratch_.data()};
+    const ListedCells listed{listed_cell.data(), counters + counters_ - 1, scratch_.data()};
     if (cells_.cell) {
       const CellSource cells{cells_, bounds_.margins(), source.view0, source.views, source.num_views};
       const auto list = views_ == 1 ? list_cells_kernel<true> : list_cells_kernel<false>;
@@ -603,13 +605,12 @@ class ShardProjection {
       }
     });
     KERNEL_CHECK("project", shard_, room_);
-    if (owners_ > 1) count_tiles(frame_, shard_, target.records, room_, tile_counts_);
+    if (owners_ > 1) count_tiles(frame_, shard_, target.records, room_, counters + counters_);
   }
 
   void ask(ReadBack& read_back) {
     if (done_) return;
     read_back.add(counts_.data(), scratch_.data() + kTickets, static_cast<int64_t>(counts_.size()), shard_);
-    if (owners_ > 1) ask_tile_counts(frame_, shard_, tile_counts_, read_back);
   }
 
   // With the counts on the host: true if nothing is left to do.
@@ -620,7 +621,7 @@ class ShardProjection {
         most_candidates = std::max(most_candidates, static_cast<int64_t>(counts_[static_cast<size_t>(v)]));
         total += static_cast<int64_t>(counts_[static_cast<size_t>(views_ + v)]);
       }
-      const bool colourless = counts_[counts_.size() - 2] > 0;
+      const bool colourless = counts_[static_cast<size_t>(counters_ - 2)] > 0;
       const bool filled =
           most_candidates <= candidate_room_ && total <= room_ && (checks_colour_ || !colourless);
       checks_colour_ |= colourless;
@@ -633,7 +634,6 @@ class ShardProjection {
       const uint32_t own = 1u << shard_;
       colourless ? shards_with_colourless_rows() |= own : shards_with_colourless_rows() &= ~own;
       scratch_ = Buffer<SumState>();
-      tile_counts_ = Buffer<uint64_t>();
       depth_key_ = Buffer<uint32_t>();
       depth_histogram_ = Buffer<SumState>();
     }
@@ -711,13 +711,17 @@ class ShardProjection {
     for (int64_t v = 0; v < views_; ++v)
       out.view_begin.push_back(out.view_begin.back() + static_cast<int64_t>(records[v]));
     out.count = out.view_begin.back();
-    out.culled = {cells_.count, static_cast<int64_t>(counts_.back()), 0};
+    out.culled = {cells_.count, static_cast<int64_t>(counts_[static_cast<size_t>(counters_ - 1)]), 0};
     for (int64_t v = 0; v < views_; ++v)
       out.culled.candidates += static_cast<int64_t>(counts_[static_cast<size_t>(v)]);
     if (!rows_.empty() && views_ > 0) {
       out.row.resize_discard(out.count);
       out.view.resize_discard(out.count);
       out.record.resize_discard(out.count);
+    }
+    if (owners_ > 1) {
+      std::copy(counts_.begin() + counters_, counts_.end(),
+                frame_.run_table.begin() + shard_ * (static_cast<int64_t>(counts_.size()) - counters_));
     }
     for (TileOwner& owner : frame_.owners)
       owner.largest_depth_key = std::max(owner.largest_depth_key, static_cast<uint32_t>(pairs[2]));
@@ -741,10 +745,10 @@ class ShardProjection {
   ShardCells cells_;
   DriftBounds bounds_;
   // candidates [views], records [views], pairs, patches, largest key, colourless rows, cells listed
-  std::vector<SumState> counts_;
+  int64_t counters_;
+  std::vector<SumState> counts_;  // these, and on several shards the home's row of Frame::run_table
   Buffer<SumState> scratch_;      // the ticket, the counts, states of the running sums
-  Buffer<uint64_t> tile_counts_;  // several shards, as the next two
-  Buffer<uint32_t> depth_key_;
+  Buffer<uint32_t> depth_key_;    // several shards, as the next one
   Buffer<SumState> depth_histogram_;
 };
 
@@ -752,26 +756,25 @@ class ShardProjection {
 
 void upload_constants(Frame& frame) {
   static_assert(std::is_trivially_copyable_v<View> && sizeof(View) % sizeof(float) == 0);
-  thread_local std::vector<float> packed;  // keeps its memory
+  thread_local std::vector<float> packed;  // views, and the history behind them; keeps its memory
+  std::vector<View> views = frame.views;
+  packed.resize(views.size() * sizeof(View) / sizeof(float));
+  std::optional<PackedHistory> history;
+  if (frame.replays) history.emplace(frame.history, packed);
   frame.constants.clear();
   frame.constants.resize(frame.homes.size());
   for (size_t shard = 0; shard < frame.homes.size(); ++shard) {
     ShardConstants& constants = frame.constants[shard];
     const int owner = static_cast<int>(shard);
-    std::vector<View> views = frame.views;
     for (size_t v = 0; v < frame.curves.size(); ++v) {
       constants.curves.push_back(device_curve(views[v], *frame.curves[v], owner));
       views[v].position_from_tile = constants.curves.back()->position_from_tile.data();
       views[v].tile_from_position = constants.curves.back()->tile_from_position.data();
     }
-    packed.resize(views.size() * sizeof(View) / sizeof(float));
     std::memcpy(packed.data(), views.data(), views.size() * sizeof(View));
-    if (frame.replays) {
-      constants.history = upload_history(frame.history, packed, constants.memory, owner);
-    } else {
-      constants.memory = to_buffer(packed, owner);
-    }
+    constants.memory = to_buffer(packed, owner);
     constants.views = reinterpret_cast<const View*>(constants.memory.data());
+    if (history) constants.history = history->in(constants.memory.data());
   }
 }
 
@@ -809,9 +812,10 @@ void project(Frame& frame) {
     out.cover = Buffer<TileCover>(0, owner);
     work.emplace_back(frame, owner);
   }
-  start_tile_counts(frame);
+  if (frame.owners.size() > 1)
+    frame.run_table.assign(shards * static_cast<size_t>(run_table_words(frame)), 0);
   for (bool done = false; !done;) {
-    for_each_shard("project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].fill(); });
+    launch_on_shards("project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].fill(); });
     ReadBack read_back;  // the only one of a step on one shard
     for (ShardProjection& part : work) part.ask(read_back);
     read_back.wait();

@@ -16,13 +16,16 @@ constexpr int kRounds = 8;
 // The cost of what lies before each position: [positions + 1].
 class Costs {
  public:
-  Costs(const TileCount* counts, int shards, int64_t positions)
+  Costs(const TileCount* counts, int shards, int64_t positions, int64_t tiles, int64_t run)
       : before_(static_cast<size_t>(positions) + 1, 0) {
     for (int shard = 0; shard < shards; ++shard) {
       const TileCount* count = counts + shard * positions;
       for (int64_t p = 0; p < positions; ++p) before_[static_cast<size_t>(p) + 1] += pairs_of(count[p]);
     }
-    for (size_t p = 1; p < before_.size(); ++p) before_[p] += before_[p - 1] + blending_cost(0, 1);
+    for (int64_t p = 0; p < positions; ++p) {
+      before_[static_cast<size_t>(p) + 1] +=
+          before_[static_cast<size_t>(p)] + blending_cost(0, std::min(run, tiles - p * run));
+    }
   }
 
   int64_t positions() const { return static_cast<int64_t>(before_.size()) - 1; }
@@ -188,8 +191,9 @@ int TileRanges::range_of(int64_t position) const {
   return static_cast<int>(std::upper_bound(end.begin(), end.end(), position) - end.begin());
 }
 
-TileRanges choose_ranges(const TileCount* counts, int shards, int64_t positions) {
-  const Costs costs(counts, shards, positions);
+TileRanges choose_ranges(const TileCount* counts, int shards, int64_t tiles, int64_t run) {
+  const int64_t positions = (tiles + run - 1) / run;
+  const Costs costs(counts, shards, positions, tiles, run);
   const int64_t most = costs.bound(shards);
   const std::vector<std::vector<int64_t>> places = places_for_cuts(costs, shards, most);
   const Shares shares(counts, shards, positions, places);
@@ -210,6 +214,7 @@ TileRanges choose_ranges(const TileCount* counts, int shards, int64_t positions)
     best.end.assign(cut.begin() + 1, cut.end());
     best.owner = std::move(owner);
   }
+  for (int64_t& end : best.end) end = std::min(end * run, tiles);
   return best;
 }
 

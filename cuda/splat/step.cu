@@ -864,12 +864,13 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
 void flush(const SplatColumns& columns, const AdamState& state, const History& history) {
   JoinedOperator joined;
   const std::vector<RowRange> homes = homes_of(columns);
+  std::vector<float> packed;
+  const PackedHistory arrays(history.view(), packed);
   for_each_shard("flush", [&](const Shard& shard) {
     const RowRange home = homes[static_cast<size_t>(shard.index)];
     if (home.empty()) return;
-    std::vector<float> packed;
-    Buffer<float> tables;
-    const FlushInput in{{columns, state, upload_history(history.view(), packed, tables, shard.index)}, home};
+    const Buffer<float> tables = to_buffer(packed, shard.index);
+    const FlushInput in{{columns, state, arrays.in(tables.data())}, home};
     with_rest(columns.sh_rest, [&](auto rest) {
       constexpr int kRest = decltype(rest)::value;
       const auto start = [&](auto kernel) {

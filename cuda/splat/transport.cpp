@@ -12,9 +12,7 @@ namespace {
 
 class LocalTransport final : public Transport {
  public:
-  bool reaches(int from, int to) const override {
-    return from == to || (mesh()[from].gpu >= 0 && mesh()[from].gpu == mesh()[to].gpu);
-  }
+  bool reaches(int from, int to) const override { return shards_reach(from, to); }
 
   void ship(const char* stage, const std::vector<Shipment>& shipments) override {
     if (shipments.empty()) return;

@@ -46,10 +46,12 @@ class Transport {
   virtual void share_bands(const Frame& frame, int v, float* gradient, int channels) = 0;
 };
 
-// Shards of one process: a copy a shipment, by the receiver (GPUs: in the order of its stream). Shards on one
-// GPU reach each other; shards on the host do not, so that the locality check has something to see. Images
-// lie where all shards reach them.
+// Shards of one process: a copy a shipment, by the receiver (GPUs: in the order of its stream). GPUs with
+// peer access reach each other; shards on the host do not, so that the locality check has something to see.
+// Images lie where all shards reach them.
 std::unique_ptr<Transport> make_local_transport();
+// Each flavour's own: what that one says of `reaches`.
+bool shards_reach(int from, int to);
 
 // What the stages use: a local one, unless another is set. Set one while no frame is under way.
 Transport& transport();

@@ -1699,7 +1699,8 @@ void time_scene(int64_t rows, int width, int height, float log_scale) {
   std::vector<std::string> order;
   int64_t visible = 0, pairs = 0, rounds = 0;
   double whole = 0;
-  const bool stages = std::getenv("MGPU_STAGE_TIMES") != nullptr;
+  const char* const timing = std::getenv("MGPU_STAGE_TIMES");
+  const bool stages = timing && std::strcmp(timing, "1") == 0;
   for (int round = 0; round < 13; ++round) {
     synchronise_shards();
     const auto start = std::chrono::steady_clock::now();

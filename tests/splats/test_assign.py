@@ -163,6 +163,30 @@ def test_owners_follow_what_they_hold_and_not_their_number() -> None:
     assert owner == [1, 3, 0, 2]
 
 
+@given(counted, st.integers(1, 9), st.integers(0, 8))
+@settings(max_examples=200, deadline=None)
+def test_runs_of_tiles_are_cut_as_their_tiles_would_be(
+    columns: list[list[int]], run: int, missing: int
+) -> None:
+    """A run's tiles cost what they cost one by one; ranges end between runs, and with the last tile."""
+    pairs = np.array(columns, np.int64).T
+    shards, runs = pairs.shape
+    tiles = runs * run - min(missing, run - 1)
+    ends, owner = native().choose_ranges(packed(pairs, pairs * 100), run, tiles)
+    assert ends[-1] == tiles
+    assert all(a <= b and (b % run == 0 or b == tiles) for a, b in cuts_of(ends))
+    assert sorted(owner) == list(range(shards))
+    cost = pairs.sum(axis=0) + TILE_COST * np.minimum(run, tiles - run * np.arange(runs))
+    largest = max(int(cost[-(-a // run) : -(-b // run)].sum()) for a, b in cuts_of(ends))
+    assert largest <= max(cost.sum() * 11 // (10 * shards), least_largest(cost, shards))
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2048, 2049, 9360, 37440, 2**31])
+def test_there_are_a_thousand_runs_or_a_run_a_tile(tiles: int) -> None:
+    run = native().tiles_of_run(tiles)
+    assert run == 1 if tiles <= 2048 else 1024 < -(-tiles // run) <= 2048
+
+
 def test_nothing_to_see_is_cut_evenly() -> None:
     ends, owner = native().choose_ranges(np.zeros((4, 100), np.uint64))
     assert ends == [25, 50, 75, 100]
