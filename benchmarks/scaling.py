@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import logging.handlers
 import os
 import queue
 import subprocess
@@ -48,7 +50,7 @@ ESTIMATES = {
     **{"links": 8, "strong": 15, "stages": 15, "equality": 10, "caliterra": 15},
     **{"weak": 20, "largest": 20, "largest-half": 20},
 }  # seconds on GPUs, with what is left of the whole: a part that does not fit is left out
-PREPARE_LIMIT = 120.0  # seconds for imports and towns
+PREPARE_LIMIT = 240.0  # seconds for imports and towns
 SPEED_UPS = {2: 1.8, 4: 3.4, 8: 7.0}  # targets at one camera, 49.3 M
 FEWER_BYTES = 5.0  # target: unsorted / placed
 IMAGE_TOLERANCE, GRADIENT_TOLERANCE = 0.0, 1e-4  # design.md: another mesh, same flavour
@@ -82,10 +84,16 @@ def serve(part: str, shards: int) -> None:
     line = sys.stdin.readline()
     if not line:  # not wanted any more
         return
-    take_gpus(json.loads(line))
+    mesh = json.loads(line)
+    take_gpus(mesh)
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("ns_mgpu_splat").addHandler(heard)
+    logging.getLogger("ns_mgpu_splat").setLevel(logging.INFO)
     ns_mgpu_splat.init()
-    if torch.cuda.is_available() and not os.environ["MGPU_DEVICES"].startswith("cpu"):
-        print(MARK + json.dumps({"machine": torch.cuda.get_device_name(0)}), flush=True)
+    if mesh["gpus"]:
+        memory = [record.getMessage() for record in heard.buffer if record.name == "ns_mgpu_splat"]
+        answer = {"machine": torch.cuda.get_device_name(), "memory": "; ".join(memory)}
+        print(MARK + json.dumps(answer), flush=True)
     for row in work.run():
         print(MARK + json.dumps(row), flush=True)
     sys.stderr.flush()
@@ -141,7 +149,7 @@ class Schedule:
         self.free = set(gpus) if self.kind == "cuda" else {gpus[0] if gpus else 0}
         self.visible = visible_gpus()
         self.start = time.monotonic()
-        self.machine = "no GPU"
+        self.machine, self.memory = "no GPU", ""
         self.rows: list[Row] = []
         self.problems: list[Row] = []
         self.events: queue.Queue[tuple[Task, Row | None]] = queue.Queue()
@@ -176,7 +184,7 @@ class Schedule:
                 elif row.get("ready"):
                     task.ready = True
                 elif "machine" in row:
-                    self.machine = str(row["machine"])
+                    self.machine, self.memory = str(row["machine"]), str(row["memory"])
                 else:
                     self.note(task, row)
             except queue.Empty:
@@ -513,7 +521,10 @@ def show_caliterra(rows: list[Row]) -> list[str]:
 def show(result: Row) -> str:
     """The whole table."""
     rows = result["rows"]
-    out = [f"{result['machine']}, torch {result['torch']}, {result['date']}, meshes {result['meshes']}"]
+    out = [
+        f"{result['machine']}, torch {result['torch']}, {result['date']}, meshes {result['meshes']}",
+        *([result["memory"]] if result["memory"] else []),
+    ]
     out += show_strong(rows) + show_stages(rows) + show_weak(rows) + show_rest(rows)
     for problem in result["problems"]:
         name = f"{problem['part']} G={problem['shards']} {problem.get('case', '')}".strip()
@@ -615,7 +626,7 @@ def main() -> int:
         try:
             schedule.run([Task(part, shards) for part in options.only for shards in order])
         finally:  # what there is
-            result["machine"] = schedule.machine
+            result |= {"machine": schedule.machine, "memory": schedule.memory}
             print(show(result), flush=True)
             if options.json:
                 options.json.parent.mkdir(parents=True, exist_ok=True)
