@@ -158,6 +158,7 @@ class Launcher {
  private:
   void loop() {
     constexpr int kLooks = 4000;  // some 0.1 to 0.2 ms
+    cudaSetDevice(device_);       // for good; where it fails, each errand says so
     for (uint32_t last = 0;; ++last) {
       for (int look = 0; look < kLooks && asked_.load(std::memory_order_acquire) == last; ++look)
         pause_thread();
