@@ -61,9 +61,37 @@ entrypoint()
 """
 
 
+def bare_loop(pipeline: Any, optimizers: Any, steps: int) -> float:
+    """Train with the least that does what ns-train's steps do; seconds. Cameras and photographs are there before it starts."""
+    from ns_mgpu_splat import train_step
+
+    model, images = pipeline.model, pipeline.datamanager.train_dataset
+    table, adam, strategy = model.table, optimizers.table, model.strategy
+    cameras = [model._camera(images.cameras[i : i + 1]) for i in range(len(images))]
+    targets = [images.picture(i).image.to(table.means.device) for i in range(len(images))]
+    torch.mgpu.synchronize()  # type: ignore[attr-defined]
+    start = time.perf_counter()
+    model.train()
+    for step in range(steps):
+        index = pipeline.datamanager.train_index(step)
+        model.step = step
+        train_step(
+            table,
+            adam,
+            cameras[index],
+            targets[index],
+            ssim_weight=model.config.ssim_lambda,
+            background=model.background(),
+            sh_degree=model.active_sh_degree(),
+            lrs=optimizers.rates(step),
+        )
+        strategy.post_step(table, adam, step)
+    torch.mgpu.synchronize()  # type: ignore[attr-defined]
+    return time.perf_counter() - start
+
+
 def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
     """Train without Nerfstudio's loop; scores by its pipeline."""
-    from ns_mgpu_splat import train_step
     from ns_mgpu_splat.nerfstudio.config import mgpu_splat
     from ns_mgpu_splat.nerfstudio.device import start_device
     from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
@@ -77,33 +105,11 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
     for name, value in options["model"]:
         setattr(config.pipeline.model, name, yaml.safe_load(value))
     pipeline = config.pipeline.setup(device=device, test_mode="val")
-    model, images = pipeline.model, pipeline.datamanager.train_dataset
+    model = pipeline.model
     optimizers = SplatOptimizers(config.optimizers, pipeline.get_param_groups(), model, steps, seed)
     model.start_training(optimizers.table, steps, seed)
-    table, adam, strategy = model.table, optimizers.table, model.strategy
-    cameras = [model._camera(images.cameras[i : i + 1]) for i in range(len(images))]
-    targets = [images.picture(i).image.to(device) for i in range(len(images))]
-
     with alone(options["lock"]):
-        torch.mgpu.synchronize()  # type: ignore[attr-defined]
-        start = time.perf_counter()
-        model.train()
-        for step in range(steps):
-            index = pipeline.datamanager.train_index(step)
-            model.step = step
-            train_step(
-                table,
-                adam,
-                cameras[index],
-                targets[index],
-                ssim_weight=model.config.ssim_lambda,
-                background=model.background(),
-                sh_degree=model.active_sh_degree(),
-                lrs=optimizers.rates(step),
-            )
-            strategy.post_step(table, adam, step)
-        torch.mgpu.synchronize()  # type: ignore[attr-defined]
-        seconds = time.perf_counter() - start
+        seconds = bare_loop(pipeline, optimizers, steps)
 
     model.eval()
     model.step = steps
@@ -113,7 +119,7 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
         "steps_per_second": steps / seconds,
         "psnr": scores["psnr"],
         "ssim": scores["ssim"],
-        "gaussians": table.num_rows,
+        "gaussians": model.num_points,
     }
 
 

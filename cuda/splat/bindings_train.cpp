@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -217,7 +218,7 @@ MGPU_BINDINGS(train) {
                              [](const TrainResult& result) { return report_of(result.outcome.step); })
       .def_property_readonly("culled",
                              [](const TrainResult& result) { return cull_counts(result.outcome.culled); })
-      .def_property_readonly("images", [](const TrainResult& result) { return result.images; })
+      .def("take_images", [](TrainResult& result) { return std::exchange(result.images, {}); })
       .def_property_readonly("times",
                              [](const TrainResult& result) { return stage_times(result.outcome.times); })
       .def_property_readonly("links", [](const TrainResult& result) { return dict_of(result.outcome.links); })

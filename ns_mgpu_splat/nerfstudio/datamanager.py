@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -311,9 +312,21 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         now = self._order(epoch)[1][indices]
         return np.where(now > place, now, len(self.train_dataset) + self._order(epoch + 1)[1][indices])
 
+    def read_ahead(self, step: int) -> None:
+        """Let threads begin to read the images from a step on, so that the first steps do not wait for theirs."""
+        data = self.train_dataset
+        self._place = divmod(step, len(data))
+        data.pictures.prefetch(self._coming(step))
+
+    def _coming(self, step: int) -> list[int]:
+        """The images of a step and of those after it, as many as may be on their way."""
+        count = min(self.train_dataset.ahead, len(self.train_dataset) - 1)
+        return [index for s in range(step, step + count) for index in islice(self._wanted(s), 1)]
+
     def next_train(self, step: int) -> tuple[Cameras, dict[str, Any]]:
         """The camera (on the host) and the image (uint8, on the model's device) of a step."""
-        index, found = self.train_index(step), self.train_image(step)
+        index = self.train_index(step)
+        found = self.train_image(step, index)
         batch: dict[str, Any] = {"image_idx": index, "image": found.image}
         if found.mask is not None:
             batch["mask"] = found.mask[..., None]
@@ -321,14 +334,15 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         camera.metadata = {"cam_idx": index}
         return camera, batch
 
-    def train_image(self, step: int) -> DeviceImage:
-        """The image and mask of a step, on the model's device; those of the next steps are on their way."""
+    def train_image(self, step: int, index: int) -> DeviceImage:
+        """Image `index` = `train_index(step)` and its mask, on the model's device; those of the next steps are on their way."""
         if self._feed is None:
             self._feed = self._new_feed()
+        found = self._feed.resting(index)
+        if found is not None:
+            return found
         self._place = divmod(step, len(self.train_dataset))
-        ahead = range(step + 1, step + 1 + min(self.train_dataset.ahead, len(self.train_dataset) - 1))
-        index = self.train_index(step)
-        return self._feed.get(index, [next(self._wanted(s), index) for s in ahead])
+        return self._feed.get(index, self._coming(step + 1))
 
     def _new_feed(self) -> ImageFeed:
         data = self.train_dataset

@@ -49,6 +49,10 @@ class ImageFeed:
         """Whether an image is on the device or on its way there."""
         return index in self._there
 
+    def resting(self, index: int) -> DeviceImage | None:
+        """An image that came to the device to stay, if it is there; nothing is read ahead."""
+        return self._there.get(index) if self.resident else None
+
     def get(self, index: int, coming: Sequence[int] = ()) -> DeviceImage:
         """An image that work given to the device from now on may read; `coming` are wanted next, in this order."""
         found = self._there.get(index)

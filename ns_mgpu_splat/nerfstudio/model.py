@@ -172,6 +172,11 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
             )
 
 
+def psnr_of(squared_error: float) -> float:
+    """PSNR in dB of a mean squared error; at most 100."""
+    return float(-10 * np.log10(max(squared_error, 1e-10)))
+
+
 class GaussParams(nn.ParameterDict):
     """The table's columns under Nerfstudio's names. Moving the module neither moves nor re-creates them."""
 
@@ -552,17 +557,20 @@ class MgpuSplatModel(SplatfactoModel):
             else {f"placement/{name}": value for name, value in self.placement.figures().items()}
         )
 
-    @staticmethod
-    def _psnr(rgb: Tensor, target: Tensor, batch: Mapping[str, Any]) -> float:
+    @classmethod
+    def _psnr(cls, rgb: Tensor, target: Tensor, batch: Mapping[str, Any]) -> float:
         """PSNR in dB of images (H, W, 3), over the mask's pixels where there is one; at most 100."""
+        return psnr_of(float(cls._squared_error(rgb, target, batch.get("mask"))))
+
+    @staticmethod
+    def _squared_error(rgb: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        """Mean squared error of images (H, W, 3), over the pixels of a mask (H, W, 1); on the device, not waited for."""
         target = target.float() / 255 if target.dtype == torch.uint8 else target
         squared = (rgb - target) ** 2
-        if "mask" in batch:
-            mask = batch["mask"].to(rgb.device).float()
-            error = float((squared * mask).sum() / (3 * mask.sum()).clamp_min(1))
-        else:
-            error = float(squared.mean())
-        return float(-10 * np.log10(max(error, 1e-10)))
+        if mask is None:
+            return squared.mean()
+        mask = mask.to(rgb.device).float()
+        return (squared * mask).sum() / (3 * mask.sum()).clamp_min(1)
 
     @torch.no_grad()
     def get_image_metrics_and_images(

@@ -4,7 +4,8 @@
 Each patch leaves other methods' behaviour as it is:
 - the viewer no longer sends all Gaussians to the browser as a hidden point cloud (viewer.py:282);
 - `ns-export gaussian-splat` writes its file with numpy instead of a Python loop over numbers (exporter.py:583);
-- the tools open checkpoints with our reader, which says in a sentence what is wrong with one (eval_utils.py:24).
+- the tools open checkpoints with our reader, which says in a sentence what is wrong with one (eval_utils.py:24);
+- tensorboard takes the checksums of its files with NumPy (record_writer.py:42), instead of holding training up after a picture.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def apply() -> None:
     _patch_viewer()
     _patch_exporter()
     _patch_loader()
+    _patch_checksums()
 
 
 class _SendsPoints(type):
@@ -63,6 +65,14 @@ def _patch_loader() -> None:
     from ns_mgpu_splat.nerfstudio.checkpoint import eval_load_checkpoint
 
     eval_utils.eval_load_checkpoint = eval_load_checkpoint
+
+
+def _patch_checksums() -> None:
+    from tensorboard.summary.writer import record_writer
+
+    from ns_mgpu_splat.nerfstudio.event_bytes import masked_crc32c
+
+    record_writer.masked_crc32c = masked_crc32c
 
 
 def write_ply(filename: str, count: int, map_to_tensors: Mapping[str, np.ndarray]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventType, LocalWriter, TensorboardWriter
 
+from ns_mgpu_splat.nerfstudio.event_bytes import event_of
+
 
 def write_out() -> None:
     """What `writer.write_out_storage()` does, and clears the storage."""
@@ -32,7 +34,6 @@ def write_out() -> None:
 def _to_tensorboard(place: TensorboardWriter, storage: list[dict[str, Any]]) -> None:
     """Numbers of a step together, under the names that Nerfstudio gives them; all else as it does."""
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
 
     numbers: dict[int, dict[str, float]] = defaultdict(dict)
     for event in storage:
@@ -43,6 +44,11 @@ def _to_tensorboard(place: TensorboardWriter, storage: list[dict[str, Any]]) -> 
             numbers[event["step"]].update({f"{name}/{key}": float(entry) for key, entry in value.items()})
         else:
             getattr(place, kind.value)(name, value, event["step"])
+    writer_of_file = place.tb_writer._get_file_writer().event_writer
+    queue = getattr(writer_of_file, "_async_writer", None)  # of tensorboard 2: takes bytes
     for step, values in numbers.items():
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        place.tb_writer._get_file_writer().add_event(Event(summary=summary), step)
+        data = event_of(step, values)
+        if queue is not None:
+            queue.write(data)
+        else:
+            writer_of_file.add_event(Event.FromString(data))

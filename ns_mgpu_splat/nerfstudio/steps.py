@@ -15,7 +15,7 @@ import torch
 
 from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager
 from ns_mgpu_splat.nerfstudio.device import shard_memory
-from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
+from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, psnr_of
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers, kTable
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
 
@@ -120,8 +120,7 @@ class NativeSteps:
 
         index = self.data.train_index(step)
         view = self.camera(index)
-        found = self.data.train_image(step)
-        model.last_size = (view.height, view.width)
+        found = self.data.train_image(step, index)
         background, target = model.background(), found.image
         if target.shape[2] != 3:
             target = model._target({"image": target}, background.to(target.device))
@@ -146,28 +145,31 @@ class NativeSteps:
             self._refine(view.viewmat, report.viewmat_grads, poses)
         optimizers.step_some([g for g in others if step % every[g] == every[g] - 1], step)
         optimizers.scheduler_step_all(step)
-        rows = model.num_points
+        # figures are taken now and read later; the image goes back at once
+        figures: dict[str, Any] = {"gaussian_count": model.num_points}
+        error: torch.Tensor | None = None
+        if shown:
+            mask = None if found.mask is None else found.mask[..., None]
+            error = model._squared_error(report.images.pop().clamp_(0, 1), target, mask)
+            self._add_figures(figures, report.culled)
 
         def losses() -> dict[str, float]:
             return {"main_loss": report.loss, **{name: float(loss) for name, loss in poses.items()}}
 
         def metrics(_result: StepResult) -> dict[str, Any]:
-            values: dict[str, Any] = {"gaussian_count": rows}
-            if not shown:
-                return values
-            batch = {} if found.mask is None else {"mask": found.mask[..., None]}
-            values["psnr"] = model._psnr(report.images[0].clamp(0, 1), target, batch)
-            for shard, used in enumerate(shard_memory()):
-                values[f"memory_mib/shard_{shard}"] = used / 2**20
-            values.update(model.partition_metrics())
-            culled = {name: sum(shards) for name, shards in report.culled.items()}
-            values["cull/candidate_rows"] = culled["candidates"]
-            if culled["cells"]:
-                values["cull/cells_kept_share"] = culled["cells_kept"] / culled["cells"]
-            model.camera_optimizer.get_metrics_dict(values)
-            return values
+            return figures if error is None else {**figures, "psnr": psnr_of(float(error))}
 
         return StepResult(losses, metrics)
+
+    def _add_figures(self, figures: dict[str, Any], culled: dict[str, list[int]]) -> None:
+        """Add what is shown of a step beside its loss and PSNR; nothing here waits for the device."""
+        for shard, used in enumerate(shard_memory()):
+            figures[f"memory_mib/shard_{shard}"] = used / 2**20
+        figures.update(self.model.partition_metrics())
+        figures["cull/candidate_rows"] = sum(culled["candidates"])
+        if sum(culled["cells"]):
+            figures["cull/cells_kept_share"] = sum(culled["cells_kept"]) / sum(culled["cells"])
+        self.model.camera_optimizer.get_metrics_dict(figures)
 
     def _refine(
         self, viewmat: torch.Tensor, dL_dviewmat: torch.Tensor | None, losses: dict[str, torch.Tensor]

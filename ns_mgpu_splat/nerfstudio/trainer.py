@@ -50,6 +50,9 @@ from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_ste
 kRatesEvery = (
     10  # of the steps that are logged: learning rates change slowly, and a number takes tensorboard 60 us
 )
+# Numbers of steps are read from the device and written out after so many seconds, or when there are those of so many steps:
+# tensorboard's writer lets the training loop wait if it is handed more than ten at once.
+kWriteEvery, kWriteTogether = 0.25, 8
 
 
 @dataclass
@@ -196,7 +199,8 @@ class StepClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What is done in here is no part of a step."""
+        """What is done in here is no part of a step; steps that the device still works on are waited for before."""
+        synchronise()
         start = time.perf_counter()
         try:
             yield
@@ -223,7 +227,8 @@ class MgpuSplatTrainer(Trainer):
         self._stop_signal: int | None = None
         self._saved_step: int | None = None
         self._native: NativeSteps | None = None
-        self._unlogged: tuple[int, StepResult, float] | None = None
+        self._unlogged: list[tuple[int, StepResult, float]] = []
+        self._written = -math.inf  # when numbers were last written out
         self._pictures = PictureClock()
         self._clock = StepClock()
         self._whole_step = -1  # the latest one after which no gradients waited
@@ -323,6 +328,7 @@ class MgpuSplatTrainer(Trainer):
                         f"{state['path']} has Gaussians, but a state of training that does not fit them "
                         f"({type(error).__name__}: {error}). It is of another method or damaged: go on from another one."
                     ) from error
+            self.pipeline.datamanager.read_ahead(self._start_step)
             model.place_rows()
             CONSOLE.print(model.grid_text())
         except CheckpointError as error:
@@ -402,7 +408,8 @@ class MgpuSplatTrainer(Trainer):
                     "mgpu-splat: training was ended before its first step: there is nothing new to save."
                 )
             self.training_state = "completed"  # from here on a failed save ends the command with an error
-            self.save_checkpoint(self.step)
+            with self._clock.stopped():
+                self.save_checkpoint(self.step)
             if self._stop_signal is not None:  # it came during the last save
                 self._end_early()
             self._log_waiting()
@@ -479,10 +486,12 @@ class MgpuSplatTrainer(Trainer):
 
     def _after_step(self, step: int, result: StepResult) -> None:
         """Show, evaluate and save what is due; where gradients accumulate, once they have been applied."""
-        # numbers are read a step late, when they are there: asking for those of this step would wait for the device
-        self._log_waiting()
+        # numbers are read some steps late, many at a time: reading waits for the device, and writing wakes a thread
+        waiting = len(self._unlogged)
+        if waiting >= kWriteTogether or (waiting and time.monotonic() - self._written >= kWriteEvery):
+            self._log_waiting()
         if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
-            self._unlogged = (step, result, self._clock.lap(step))
+            self._unlogged.append((step, result, self._clock.lap(step)))
         self._update_viewer_state(step)
         end = self.config.max_num_iterations
         if self._evaluates_at(step) and len(self.pipeline.datamanager.eval_dataset) > 0:
@@ -503,8 +512,10 @@ class MgpuSplatTrainer(Trainer):
             self._check_loss(step, result)
             with self._clock.stopped():
                 self.save_checkpoint(step)
-        elif self._stopping() or step + 1 == end:
-            self._check_loss(step, result)  # it will be saved
+        elif self._stopping() or step + 1 == end:  # it will be saved
+            for logged, its_result, _ in self._unlogged:
+                self._check_loss(logged, its_result)
+            self._check_loss(step, result)
 
     def _check_loss(self, step: int, result: StepResult) -> None:
         """End the run if the loss of a step is no number: what it left must not take a good checkpoint's place."""
@@ -549,10 +560,15 @@ class MgpuSplatTrainer(Trainer):
         super()._update_viewer_state(step)
 
     def _log_waiting(self) -> None:
-        """Write the numbers of the latest step that is to be logged, if that was not done yet."""
-        if self._unlogged is None:
-            return
-        (step, result, seconds), self._unlogged = self._unlogged, None
+        """Write the numbers of the steps that are to be logged, where that was not done yet."""
+        waiting, self._unlogged = self._unlogged, []
+        for step, result, seconds in waiting:
+            self._put_numbers(step, result, seconds)
+        if waiting:
+            write_out()
+        self._written = time.monotonic()
+
+    def _put_numbers(self, step: int, result: StepResult, seconds: float) -> None:
         self._check_loss(step, result)
         writer.put_time(name=EventName.ITER_TRAIN_TIME, duration=seconds, step=step, update_eta=True)
         writer.put_time(name="Train Iter / Sec", duration=1 / seconds, step=step)
@@ -563,7 +579,6 @@ class MgpuSplatTrainer(Trainer):
         writer.put_dict(name="Train Metrics Dict", scalar_dict=result.metrics, step=step)
         if step_check(step, kRatesEvery * self.config.logging.steps_per_log, run_at_zero=True):
             self.optimizers.log_rates(step)
-        write_out()
 
     def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:

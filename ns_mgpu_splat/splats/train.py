@@ -31,7 +31,7 @@ class TrainReport:
 
     def __init__(self, result: Any, viewmat_grads: Tensor | None) -> None:
         """From the native result."""
-        self._result, self.viewmat_grads, self.images = result, viewmat_grads, result.images
+        self._result, self.viewmat_grads, self.images = result, viewmat_grads, result.take_images()
 
     @cached_property
     def views(self) -> list[dict[str, float]]:

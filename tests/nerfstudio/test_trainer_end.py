@@ -40,7 +40,7 @@ def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     trainer.base_dir, trainer.checkpoint_dir, trainer.callbacks = tmp_path, tmp_path, []
     trainer.training_state, trainer.stop_training, trainer._stop_signal = "training", False, None
     trainer._start_step, trainer._saved_step = 0, None
-    trainer._unlogged, trainer._clock = None, StepClock()
+    trainer._unlogged, trainer._clock = [], StepClock()
     monkeypatch.setattr(trainer, "_init_viewer_state", lambda: None)
     monkeypatch.setattr(trainer, "_signals", contextlib.nullcontext)
     monkeypatch.setattr(trainer, "_choose_steps", lambda: None)
