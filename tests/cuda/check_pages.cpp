@@ -116,6 +116,7 @@ void check_cuda(cudaError_t code, const char* what) {
 }
 int shard_device(int shard) { return mesh()[shard].gpu; }
 cudaStream_t shard_stream(int) { return current_stream; }
+cudaStream_t quiet_stream(int) { return current_stream; }
 PageProvider& provider() {
   static PageProvider* instance = make_vmm_provider();
   return *instance;
