@@ -63,14 +63,6 @@ class RecordingTransport final : public Transport {
     transport_log().add({"gather", -1, -1, words * static_cast<int64_t>(sizeof(uint64_t))});
     local_->gather(table, words);
   }
-  void share_tiles(const Frame& frame, int v, float* image, int channels, int64_t halo) override {
-    transport_log().add({"share_tiles", v, channels, halo});
-    local_->share_tiles(frame, v, image, channels, halo);
-  }
-  void share_bands(const Frame& frame, int v, float* gradient, int channels) override {
-    transport_log().add({"share_bands", v, channels, 0});
-    local_->share_bands(frame, v, gradient, channels);
-  }
 
  private:
   std::unique_ptr<Transport> local_ = make_local_transport();

@@ -290,17 +290,14 @@ MGPU_BINDINGS(render) {
           "Pairs of a pixel, and of an 8 x 4 patch, with a record that contributes to it.")
       .def("links", [](const Frame& frame) { return dict_of(frame.links); })
       .def(
-          "bands",
+          "halo",
           [](const Frame& frame) {
-            std::vector<std::vector<std::pair<int64_t, int64_t>>> out;
-            for (const auto& of_view : frame.bands) {
-              out.emplace_back();
-              for (const RowRange band : of_view) out.back().emplace_back(band.begin, band.end);
-            }
+            std::vector<std::tuple<int, int, int, std::array<int, 4>>> out;
+            for (const HaloPiece& p : frame.halo)
+              out.emplace_back(p.from, p.to, p.view, std::array<int, 4>{p.x0, p.y0, p.x1, p.y1});
             return out;
           },
-          "[views][shards] rows of the image that each shard's loss works on, after train_step on several "
-          "shards.")
+          "Pixels that crossed for the loss, after train_step on several shards: from, to, view, rectangle.")
       .def("read_neighbour", &read_neighbour, pybind11::arg("what"))
       .def("times", [](const Frame& frame) { return stage_times(frame.times); });
   m.def("splat_forward", &splat_forward, pybind11::arg("columns"), pybind11::arg("state"),

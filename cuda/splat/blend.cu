@@ -74,7 +74,8 @@ ViewList view_list(const Frame& frame, const std::vector<ImageGradPointers>* gra
   for (size_t v = 0; v < frame.views.size(); ++v) {
     const View& view = frame.views[v];
     const auto& curves = frame.constants[static_cast<size_t>(self)].curves;
-    all.push_back({frame.images[v], grads ? (*grads)[v] : ImageGradPointers{}, view.width, view.height,
+    all.push_back({frame.of_shard(frame.images, self, v),
+                   grads ? frame.of_shard(*grads, self, v) : ImageGradPointers{}, view.width, view.height,
                    view.tiles_x, view.tile_begin,
                    curves.empty() ? nullptr : curves[v]->tile_from_position.data()});
   }
@@ -984,6 +985,7 @@ void blend(Frame& frame) {
   launch_on_shards("blend", [&](const Shard& shard) {
     blend_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
   });
+  if (frame.images_are_local()) return;
   // Images may lie with other shards: whoever reads them waits. They are written at once, because the host
   // has waited for all shards in stage "assign": nobody can still be using their memory for something else.
   join_shards();
@@ -993,7 +995,7 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   const auto work = [&](const Shard& shard) {
     backward_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)], grads);
   };
-  launch_on_shards("blend_backward", work, Access::kExchange);
+  launch_on_shards("blend_backward", work, frame.images_are_local() ? Access::kLocal : Access::kExchange);
 }
 
 }  // namespace mgpu::splat

@@ -312,7 +312,7 @@ void assemble_images(Frame& frame) {
     parallel_for(owner.tiles.size(), kTilesPerPiece, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         const TilePlace place = place_of(frame, owner.tiles.begin + t);
-        const ImagePointers& image = frame.images[place.view];
+        const ImagePointers& image = frame.of_shard(frame.images, shard.index, place.view);
         const float* planes = owner.pixels.data() + t * 4 * kTilePixels;
         const float* transmittance = owner.transmittance.data() + t * kTilePixels;
         for (int row = 0; row < place.rows; ++row) {
@@ -331,7 +331,7 @@ void assemble_images(Frame& frame) {
     });
     owner.pixels = Buffer<float>();
   };
-  for_each_shard("assemble", assemble, Access::kExchange);
+  for_each_shard("assemble", assemble, frame.images_are_local() ? Access::kLocal : Access::kExchange);
 }
 
 }  // namespace
@@ -358,7 +358,7 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
       for (int64_t t = begin; t < end; ++t) {
         const TilePlace place = place_of(frame, owner.tiles.begin + t);
         const View& view = frame.views[place.view];
-        const ImageGradPointers& grad = grads[place.view];
+        const ImageGradPointers& grad = frame.of_shard(grads, shard.index, place.view);
         float* planes = cut.data() + t * kGradPlanes * kTilePixels;
         for (int c = 0; c < 3; ++c) cut_plane(grad.rgb, 3, c, view, place, planes + c * kTilePixels);
         cut_plane(grad.depth, 1, 0, view, place, planes + 3 * kTilePixels);
@@ -366,7 +366,7 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
       }
     });
   };
-  for_each_shard("scatter", scatter, Access::kExchange);
+  for_each_shard("scatter", scatter, frame.images_are_local() ? Access::kLocal : Access::kExchange);
   for_each_shard("blend_backward", [&](const Shard& shard) {
     TileOwner& owner = frame.owners[shard.index];
     if (depth)

@@ -12,6 +12,7 @@
 #include "splat/columns.h"
 #include "splat/curve.h"
 #include "splat/links.h"
+#include "splat/patches.h"
 #include "splat/ranges.h"
 
 namespace mgpu::splat {
@@ -189,7 +190,9 @@ struct StageTime {
 struct Frame {
   std::vector<View> views;
   RenderSettings settings;
-  std::vector<ImagePointers> images;  // [views]; after stage "blend" unchanged until the way back is done
+  // [views], or [shards * views] where each shard has its own; after stage "blend" unchanged until the way
+  // back is done
+  std::vector<ImagePointers> images;
   SplatColumns columns{};
   AdamState state{};  // all null: no replay
   AdamHistory history{};
@@ -197,9 +200,8 @@ struct Frame {
   const Cells* cells = nullptr;            // that bound the columns; null: all rows are walked
   std::shared_ptr<const void> keep_alive;  // whoever owns what columns, state and history point to
   std::vector<RowRange> homes;             // [shards], ascending
-  std::vector<std::vector<RowRange>>
-      bands;          // [views][shards]: rows that each shard's loss works on; train_step
-  TileRanges ranges;  // whose tiles are whose
+  TileRanges ranges;                       // whose tiles are whose
+  std::vector<HaloPiece> halo;             // pixels that crossed for the loss; train_step
   std::vector<std::shared_ptr<const TileCurve>> curves;  // [views], behind the pointers in `views`
   std::vector<ShardRecords> shards;                      // [shards]
   std::vector<std::vector<Parcel>> parcels;              // [home][owner]
@@ -216,6 +218,13 @@ struct Frame {
   const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }
   int64_t tile_count() const {
     return views.empty() ? 0 : views.back().tile_begin + views.back().tile_count();
+  }
+  // Whether a shard's images and their gradients are its own memory.
+  bool images_are_local() const { return images.size() > views.size(); }
+  // Of `images`, or of gradients in the same order: what a shard uses of view `v`.
+  template <typename T>
+  const T& of_shard(const std::vector<T>& list, int shard, size_t v) const {
+    return list[list.size() > views.size() ? static_cast<size_t>(shard) * views.size() + v : v];
   }
 };
 

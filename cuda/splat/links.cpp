@@ -5,7 +5,6 @@
 #include <mutex>
 #include <numeric>
 
-#include "splat/bands.h"
 #include "splat/frame.h"
 
 namespace mgpu::splat {
@@ -88,31 +87,9 @@ void count_returned(Frame& frame) {
   totals().sum.gradients += returned;
 }
 
-void count_pixels(Frame& frame, int64_t halo) {
-  const int shards = static_cast<int>(frame.homes.size());
-  LinkBytes pixels(shards);
-  for (size_t v = 0; v < frame.views.size(); ++v) {
-    const View& view = frame.views[v];
-    const std::vector<int64_t> columns = owned_columns(frame, view);
-    for (int shard = 0; shard < shards; ++shard) {
-      const RowRange band = frame.bands[v][static_cast<size_t>(shard)];
-      if (band.empty()) continue;
-      const RowRange read{std::max<int64_t>(band.begin - halo, 0),
-                          std::min<int64_t>(band.end + halo, view.height)};
-      for (int y = static_cast<int>(read.begin / kTileSize); int64_t{y} * kTileSize < read.end; ++y) {
-        const auto rows_in = [y](RowRange rows) {
-          return std::max<int64_t>(
-              std::min(rows.end, int64_t{y + 1} * kTileSize) - std::max(rows.begin, int64_t{y} * kTileSize),
-              0);
-        };
-        for (int owner = 0; owner < shards; ++owner) {
-          const int64_t across = columns[static_cast<size_t>(owner) * view.tiles_y + y] * kPixelBytes;
-          pixels.add(owner, shard, across * rows_in(read));
-          pixels.add(shard, owner, across * rows_in(band));
-        }
-      }
-    }
-  }
+void count_pixels(Frame& frame, const std::vector<HaloPiece>& halo) {
+  LinkBytes pixels(static_cast<int>(frame.homes.size()));
+  for (const HaloPiece& piece : halo) pixels.add(piece.from, piece.to, piece.pixels() * kPixelBytes);
   frame.links.pixels += pixels;
   std::lock_guard<std::mutex> lock(totals_mutex());
   totals().sum.pixels += pixels;

@@ -9,6 +9,7 @@
 namespace mgpu::splat {
 
 struct Frame;
+struct HaloPiece;
 
 // [from, to] of all shards; a shard sends itself nothing.
 class LinkBytes {
@@ -30,11 +31,9 @@ class LinkBytes {
 
 // Of one frame.
 struct FrameLinks {
-  LinkBytes records;    // from home to owner
-  LinkBytes gradients;  // back
-  // Of train_step: colours that one shard blends and another one's loss reads, its halo with them, and their
-  // gradients back. In-process, images lie with the lead shard, so on several GPUs up to twice as much moves.
-  LinkBytes pixels;
+  LinkBytes records;          // from home to owner
+  LinkBytes gradients;        // back
+  LinkBytes pixels;           // of train_step: colours that one shard blends and another one's loss reads
   int64_t records_sent = 0;   // pairs of a record and an owner that is not its home
   int64_t remote_rows = 0;    // records that another shard than their home blends
   int64_t visible_rows = 0;   // records
@@ -47,8 +46,8 @@ struct FrameLinks {
 void count_links(Frame& frame);
 // Gradients, which take the records' way back. After stage "return".
 void count_returned(Frame& frame);
-// Pixels of all views by frame.bands; `halo` is in rows. After stage "loss".
-void count_pixels(Frame& frame, int64_t halo);
+// Pixels. After stage "loss".
+void count_pixels(Frame& frame, const std::vector<HaloPiece>& halo);
 
 // Sums since the process began or reset_link_totals() was called.
 struct LinkTotals {

@@ -11,12 +11,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "math/ssim.h"
 #include "memory/transfer.h"
 #include "splat/kernels.h"
+#include "splat/transport.h"
 
 namespace mgpu::splat {
 
@@ -82,6 +83,18 @@ struct LossInput {
   int64_t strip_tiles = 0;          // rows of tiles of a strip
   float* dL_drgb = nullptr;
   Sums* sums = nullptr;  // [tile rows, strips, warps], or [tile rows, blocks] for L1 alone
+
+  // Of a patch: only the shard's own tiles count and come out.
+  RowRange positions;
+  const int32_t* position_from_tile = nullptr;
+  int first_strip = 0, tiles_x = 0;
+
+  __device__ __forceinline__ bool owns(int tile_row, int tile_column) const {
+    if (tile_column < 0 || tile_column >= tiles_x) return false;
+    const int64_t tile = int64_t{tile_row} * tiles_x + tile_column;
+    const int64_t position = position_from_tile ? position_from_tile[tile] : tile;
+    return position >= positions.begin && position < positions.end;
+  }
 };
 
 __device__ __forceinline__ float weight_at(int tap) {  // 0..10, known to the compiler
@@ -163,8 +176,10 @@ __device__ __forceinline__ const Target* targets_of(const LossImages& images) {
 }
 
 // Nothing in a step depends on how far the walk is, but what is put out: sums that lack their first rows come
-// before the strip's first row.
-template <typename Target, bool kMasked>
+// before the strip's first row. Of a patch, strips lie where they lie in the image, and a thread's two pixels
+// are of one tile, so its sums over a row of tiles are those that it has on one shard, or nothing: a centre
+// counts where its thread's second centre is.
+template <typename Target, bool kMasked, bool kPatch>
 __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant__ LossInput in) {
   extern __shared__ float4 shared_memory[];
   SharedRows<kMasked>& shared = *reinterpret_cast<SharedRows<kMasked>*>(shared_memory);
@@ -175,7 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
   const int top = static_cast<int>(first_tile) * kHigh;
   const int bottom =
       static_cast<int>(min(min(first_tile + in.strip_tiles, in.tiles.end) * kHigh, images.height));
-  const int left = static_cast<int>(blockIdx.x) * kWide, right = min(left + kWide, width);
+  const int left = static_cast<int>(kPatch ? in.first_strip + blockIdx.x : blockIdx.x) * kWide;
+  const int right = min(left + kWide, width);
   const int channel = threadIdx.x % kChannels;
   // Columns of the thread's first pixel: as it enters, as a centre, as it comes out.
   const int column = left - 2 * kSsimRadius + kAcross * static_cast<int>(threadIdx.x / kChannels);
@@ -238,10 +254,35 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
     l1_sum = ssim_sum = 0.f;
   };
 
+  int tile_row = static_cast<int>(first_tile);  // that comes out
+  bool own_pixels = true, own_centres = true;
+  const auto look_up_owner = [&] {
+    own_pixels = in.owns(tile_row, output_column / kTileSize);
+    own_centres = in.owns(tile_row, (centre_column + kAcross - 1) / kTileSize);
+  };
+  if constexpr (kPatch) {
+    const int first = max(left - 1, 0) / kTileSize, across = (right - 1) / kTileSize - first + 1;
+    const int tiles = across * ((bottom - top + kHigh - 1) / kHigh);
+    bool any = false;
+    for (int i = threadIdx.x; i < tiles; i += kThreads)
+      any = any || in.owns(tile_row + i / across, first + i % across);
+    if (!__syncthreads_or(any)) {
+      for (int rows = top; rows < bottom; rows += kHigh) put_sums();
+      return;
+    }
+    look_up_owner();
+  }
+
   int row = top - 2 * kSsimRadius;  // of the image, that enters
   Fetched<Target> next = fetch(row);
   for (unsigned step = 0; row < bottom + kOutputLag; ++step, ++row) {
-    if (step > kWarmUp && (step - kWarmUp) % kHigh == 0) put_sums();
+    if (step > kWarmUp && (step - kWarmUp) % kHigh == 0) {
+      put_sums();
+      if constexpr (kPatch) {
+        ++tile_row;
+        look_up_owner();
+      }
+    }
     {
       float value[kAcross][2], keep[kAcross];
 #pragma unroll
@@ -298,7 +339,8 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
         const float by_l1 = difference > 0.f ? scales.l1 : difference < 0.f ? -scales.l1 : 0.f;
         const float by_ssim = fmaf(b[j], by_product[j], fmaf(2.f * a[j], by_square[j], by_mean[j]));
         const float gradient = kept[j] ? fmaf(scales.ssim, by_ssim, by_l1) : 0.f;
-        const bool comes_out = static_cast<unsigned>(output_row - top) < outputs[j];
+        bool comes_out = static_cast<unsigned>(output_row - top) < outputs[j];
+        if constexpr (kPatch) comes_out = comes_out && own_pixels;
         l1_sum += comes_out ? fabsf(difference) : 0.f;
         if (comes_out && in.dL_drgb) dL_drgb[kChannels * j] = gradient;
       }
@@ -343,7 +385,8 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
         const float mean_product = scale * slide(down_product[j], product[j]);
         const float value = math::ssim(mean_x, mean_y, mean_squares, mean_product, derivative[j]);
         const bool counts = kept[j] && static_cast<unsigned>(centre_row - kSsimRadius) < centres[j];
-        if (counts && own_centre[j] && centre_row >= first_centre) ssim_sum += value;
+        if (counts && own_centre[j] && centre_row >= first_centre && (!kPatch || own_centres))
+          ssim_sum += value;
         derivative[j].by_mean = counts ? derivative[j].by_mean * scale : 0.f;
         derivative[j].by_square = counts ? derivative[j].by_square * scale : 0.f;
         derivative[j].by_product = counts ? derivative[j].by_product * scale : 0.f;
@@ -363,8 +406,8 @@ constexpr int kPacks = 4;  // of a thread
 constexpr int kPiece = kThreads * kPacks * kPack;
 
 // A block takes kPiece values of a row of tiles, which are neighbours in memory. `packed`: images are aligned
-// to packs.
-template <bool kMasked>
+// to packs, and of a patch rows are, so that a pack is one tile's.
+template <bool kMasked, bool kPatch>
 __global__ void __launch_bounds__(kThreads) l1_kernel(const __grid_constant__ LossInput in, bool packed) {
   __shared__ double warp_sums[kWarps];
   const LossImages& images = in.images;
@@ -375,11 +418,17 @@ __global__ void __launch_bounds__(kThreads) l1_kernel(const __grid_constant__ Lo
   float scale = in.scales.l1;
   if constexpr (kMasked) scale = scales_of(*in.device_counts, in.ssim_weight, in.share).l1;
 
+  // Of a patch, whether the value is the shard's own.
+  const auto owned = [&](int64_t at) {
+    const int64_t column = at % row_values / (kChannels * kTileSize);
+    return !kPatch || in.owns(static_cast<int>(tile), static_cast<int>(column));
+  };
   float x[kPacks][kPack], y[kPacks][kPack];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int64_t at = first + int64_t{p} * kThreads * kPack;
     if (packed && at + kPack <= end) {
+      if (kPatch && !owned(at)) continue;
       *reinterpret_cast<float4*>(x[p]) = *reinterpret_cast<const float4*>(images.rgb + at);
       if (images.target_bytes) {
         const uchar4 bytes = *reinterpret_cast<const uchar4*>(images.target_bytes + at);
@@ -391,7 +440,7 @@ __global__ void __launch_bounds__(kThreads) l1_kernel(const __grid_constant__ Lo
     } else {
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
-        const bool inside = at + k < end;
+        const bool inside = at + k < end && owned(at + k);
         x[p][k] = inside ? images.rgb[at + k] : 0.f;
         y[p][k] = !inside               ? 0.f
                   : images.target_bytes ? byte_value(images.target_bytes[at + k])
@@ -399,10 +448,12 @@ __global__ void __launch_bounds__(kThreads) l1_kernel(const __grid_constant__ Lo
       }
     }
   }
-  float sum = 0.f;
+  // Of a patch in double: a thread's values are of several tiles.
+  std::conditional_t<kPatch, double, float> sum = 0;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int64_t at = first + int64_t{p} * kThreads * kPack;
+    if (kPatch && packed && at + kPack <= end && !owned(at)) continue;
     float gradient[kPack];
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
@@ -419,7 +470,7 @@ __global__ void __launch_bounds__(kThreads) l1_kernel(const __grid_constant__ Lo
     } else {
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
-        if (at + k < end) in.dL_drgb[at + k] = gradient[k];
+        if (at + k < end && owned(at + k)) in.dL_drgb[at + k] = gradient[k];
       }
     }
   }
@@ -455,11 +506,9 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const uint8_t* mask, in
   }
 }
 
-// All sums in their order to loss, L1 and SSIM. One block of threads.
+// The sum of all, in a fixed order, by one block of threads; thread 0 has it.
 constexpr int kTotalThreads = 1024;
-__global__ void __launch_bounds__(kTotalThreads)
-    total_kernel(const Sums* sums, int64_t count, LossCounts counts, const LossCounts* device_counts,
-                 float ssim_weight, double* value, float* value_float) {
+__device__ __forceinline__ Sums sum_of_all(const Sums* sums, int64_t count) {
   __shared__ Sums partial[kTotalThreads];
   Sums total{0.0, 0.0};
 #pragma unroll 4
@@ -475,17 +524,65 @@ __global__ void __launch_bounds__(kTotalThreads)
       partial[threadIdx.x].ssim += partial[threadIdx.x + step].ssim;
     }
   }
-  if (threadIdx.x != 0) return;
-  if (device_counts) counts = *device_counts;
+  return partial[0];
+}
+
+__device__ __forceinline__ void put_value(const Sums& total, const LossCounts& counts, float ssim_weight,
+                                          double* value, float* value_float) {
   const double weight = ssim_weight;
-  const double l1 = counts.pixels > 0 ? partial[0].l1 / static_cast<double>(counts.pixels) : 0.0;
-  const double similarity = counts.centres > 0 ? partial[0].ssim / static_cast<double>(counts.centres) : 1.0;
+  const double l1 = counts.pixels > 0 ? total.l1 / static_cast<double>(counts.pixels) : 0.0;
+  const double similarity = counts.centres > 0 ? total.ssim / static_cast<double>(counts.centres) : 1.0;
   const double loss = counts.centres > 0 ? (1.0 - weight) * l1 + weight * (1.0 - similarity) : l1;
   const double all[3] = {loss, l1, similarity};
   for (int k = 0; k < 3; ++k) {
     if (value) value[k] = all[k];
     if (value_float) value_float[k] = static_cast<float>(all[k]);
   }
+}
+
+// All sums in their order to loss, L1 and SSIM. One block of threads.
+__global__ void __launch_bounds__(kTotalThreads)
+    total_kernel(const Sums* sums, int64_t count, LossCounts counts, const LossCounts* device_counts,
+                 float ssim_weight, double* value, float* value_float) {
+  const Sums total = sum_of_all(sums, count);
+  if (threadIdx.x != 0) return;
+  put_value(total, device_counts ? *device_counts : counts, ssim_weight, value, value_float);
+}
+
+// The images of one launch of the kernels below, as their argument.
+constexpr int kMostImages = 64;
+
+struct SumsOfImages {
+  const Sums* sums[kMostImages];
+  int64_t count[kMostImages];
+};
+
+// What a shard has of each image. A block an image.
+__global__ void __launch_bounds__(kTotalThreads)
+    shard_total_kernel(const __grid_constant__ SumsOfImages in, Sums* total) {
+  const Sums sum = sum_of_all(in.sums[blockIdx.x], in.count[blockIdx.x]);
+  if (threadIdx.x == 0) total[blockIdx.x] = sum;
+}
+
+struct CountsOfImages {
+  LossCounts counts[kMostImages];
+  const LossCounts* masked[kMostImages];  // instead, if it is not null
+};
+
+// From what the shards have ([shards, stride], from this launch's first image on) to values [images, 3]. A
+// thread an image.
+__global__ void __launch_bounds__(kMostImages)
+    patch_total_kernel(const __grid_constant__ CountsOfImages counts, const Sums* part, int shards,
+                       int64_t stride, int images, float ssim_weight, float* values) {
+  const int v = static_cast<int>(threadIdx.x);
+  if (v >= images) return;
+  Sums total{0.0, 0.0};
+  for (int shard = 0; shard < shards; ++shard) {
+    total.l1 += part[shard * stride + v].l1;
+    total.ssim += part[shard * stride + v].ssim;
+  }
+  put_value(total, counts.masked[v] ? *counts.masked[v] : counts.counts[v], ssim_weight, nullptr,
+            values + 3 * v);
 }
 
 // ---- launches
@@ -507,20 +604,23 @@ int64_t strip_tiles_of(int64_t tiles, int64_t strips, int device) {
 }
 
 // Launches on a shard, in its current stream; the sums are as many as it returns.
-Buffer<Sums> launch_band(const LossInput& in, bool with_ssim, int shard) {
+template <bool kPatch>
+Buffer<Sums> launch_band(const LossInput& in, bool with_ssim, int shard, RowRange columns) {
   const LossImages& images = in.images;
   const cudaStream_t stream = shard_stream(shard);
   const unsigned tile_rows = static_cast<unsigned>(in.tiles.size());
   LossInput band = in;
   Buffer<Sums> sums;
   if (with_ssim) {
-    const int64_t strips = (images.width + kWide - 1) / kWide;
+    band.first_strip = static_cast<int>(columns.begin / kWide);
+    const int64_t strips = (columns.end + kWide - 1) / kWide - band.first_strip;
     band.strip_tiles = strip_tiles_of(in.tiles.size(), strips, shard_device(shard));
     sums = Buffer<Sums>(tile_rows * strips * kWarps, shard);
     band.sums = sums.data();
-    const auto kernel = images.target_bytes
-                            ? (images.mask ? ssim_kernel<uint8_t, true> : ssim_kernel<uint8_t, false>)
-                            : (images.mask ? ssim_kernel<float, true> : ssim_kernel<float, false>);
+    const auto kernel =
+        images.target_bytes
+            ? (images.mask ? ssim_kernel<uint8_t, true, kPatch> : ssim_kernel<uint8_t, false, kPatch>)
+            : (images.mask ? ssim_kernel<float, true, kPatch> : ssim_kernel<float, false, kPatch>);
     const size_t bytes = images.mask ? sizeof(SharedRows<true>) : sizeof(SharedRows<false>);
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
@@ -533,12 +633,33 @@ Buffer<Sums> launch_band(const LossInput& in, bool with_ssim, int shard) {
     band.sums = sums.data();
     const bool packed = aligned(images.rgb, sizeof(float4)) && aligned(in.dL_drgb, sizeof(float4)) &&
                         aligned(images.target, sizeof(float4)) &&
-                        aligned(images.target_bytes, sizeof(uchar4));
-    const auto kernel = images.mask ? l1_kernel<true> : l1_kernel<false>;
+                        aligned(images.target_bytes, sizeof(uchar4)) &&
+                        (!kPatch || images.width * kChannels % kPack == 0);
+    const auto kernel = images.mask ? l1_kernel<true, kPatch> : l1_kernel<false, kPatch>;
     kernel<<<dim3(pieces, tile_rows), kThreads, 0, stream>>>(band, packed);
   }
   KERNEL_CHECK("loss", shard, in.tiles.size() * kHigh);
   return sums;
+}
+
+bool has_centres(const LossImages& images, float ssim_weight) {
+  return images.height >= kSsimWindow && images.width >= kSsimWindow && ssim_weight != 0.f;
+}
+
+// Without a mask.
+LossCounts counts_of(const LossImages& images, float ssim_weight) {
+  return {images.height * images.width * kChannels,
+          has_centres(images, ssim_weight)
+              ? (images.height - 2 * kSsimRadius) * (images.width - 2 * kSsimRadius) * kChannels
+              : 0};
+}
+
+// Adds to `counts`, memory of the shard.
+void count_mask(const LossImages& images, bool with_ssim, LossCounts* counts, int shard) {
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(images.height, 1024));
+  count_kernel<<<blocks, kThreads, 0, shard_stream(shard)>>>(
+      images.mask, images.height, images.width, with_ssim, reinterpret_cast<unsigned long long*>(counts));
+  KERNEL_CHECK("loss", shard, images.height);
 }
 
 // Value as doubles, as floats, or both, on the lead shard's GPU.
@@ -546,10 +667,8 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
                  float* value_float) {
   const int64_t height = images.height, width = images.width;
   const int shards = mesh().size();
-  const bool with_ssim = height >= kSsimWindow && width >= kSsimWindow && ssim_weight != 0.f;
-  const LossCounts counts{height * width * kChannels,
-                          with_ssim ? (height - 2 * kSsimRadius) * (width - 2 * kSsimRadius) * kChannels : 0};
-  const int64_t tile_rows = (height + kHigh - 1) / kHigh;
+  const bool with_ssim = has_centres(images, ssim_weight);
+  const LossCounts counts = counts_of(images, ssim_weight);
   std::vector<Buffer<Sums>> sums(static_cast<size_t>(shards));
   std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));
   const auto run = [&](const Shard& shard) {
@@ -560,10 +679,7 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
     if (images.mask && (shard.index == 0 || !band.empty())) {
       masked[index] = Buffer<LossCounts>(1, shard.index);
       zero(masked[index]);
-      const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(height, 1024));
-      count_kernel<<<blocks, kThreads, 0, shard_stream(shard.index)>>>(
-          images.mask, height, width, with_ssim, reinterpret_cast<unsigned long long*>(masked[index].data()));
-      KERNEL_CHECK("loss", shard.index, height);
+      count_mask(images, with_ssim, masked[index].data(), shard.index);
     }
     if (band.empty()) return;
     const LossInput in{.images = images,
@@ -573,7 +689,7 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
                        .device_counts = masked[index].data(),
                        .tiles = band,
                        .dL_drgb = dL_drgb};
-    sums[index] = launch_band(in, with_ssim, shard.index);
+    sums[index] = launch_band<false>(in, with_ssim, shard.index, {0, width});
   };
   for_each_shard("loss", run, Access::kExchange);  // bands read their neighbours' rows
 
@@ -583,13 +699,8 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
     int64_t count = 0;
     for (const Buffer<Sums>& part : sums) count += part.size();
     all = Buffer<Sums>(count, 0);
-    std::vector<int> order(static_cast<size_t>(shards));  // of their bands
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-      return loss_band(images, a, shards).begin < loss_band(images, b, shards).begin;
-    });
     int64_t begin = 0;
-    for (const int shard : order) {
+    for (int shard = 0; shard < shards; ++shard) {
       const Buffer<Sums>& part = sums[static_cast<size_t>(shard)];
       copy_between(all.data() + begin, 0, part.data(), shard,
                    part.size() * static_cast<int64_t>(sizeof(Sums)));
@@ -603,10 +714,19 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
   if (shards > 1) join_shards();  // the copies are made before the parts are freed
 }
 
+// Rows of tiles and columns of pixels in which a patch has anything to count or put out.
+struct PatchBand {
+  RowRange tiles, columns;
+};
+
+PatchBand band_of(const ViewPatch& patch, int64_t width) {
+  return {{patch.y0, patch.y1},
+          {std::max(patch.x0 * kTileSize - 1, 0), std::min<int64_t>(patch.x1 * kTileSize, width)}};
+}
+
 }  // namespace
 
 RowRange loss_band(const LossImages& images, int shard, int shards) {
-  if (images.bands) return images.bands[shard];
   const RowRange rows = equal_chunk((images.height + kHigh - 1) / kHigh, shard, shards);
   return {std::min(images.height, rows.begin * kHigh), std::min(images.height, rows.end * kHigh)};
 }
@@ -627,6 +747,88 @@ void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, f
     return;
   }
   launch_loss(images, ssim_weight, share, dL_drgb, nullptr, value);
+}
+
+LossReach loss_reach(int64_t height, int64_t width, float ssim_weight) {
+  if (height < kSsimWindow || width < kSsimWindow || ssim_weight == 0.f) return {};
+  // The centres that a row of tiles counts lie up to kOutputLag - kCentreLag rows below it.
+  return {2 * kSsimRadius, 2 * kSsimRadius, kOutputLag};
+}
+
+void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weight, float* values,
+                       float share) {
+  const int shards = mesh().size();
+  const auto count = static_cast<int64_t>(images.size());
+  std::vector<Buffer<Sums>> part(static_cast<size_t>(shards));          // [images], of each shard
+  std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));  // [images]
+  const bool any_mask = std::any_of(images.begin(), images.end(),
+                                    [](const PatchedImage& image) { return image.images.mask != nullptr; });
+  launch_on_shards("loss", [&](const Shard& shard) {
+    const auto self = static_cast<size_t>(shard.index);
+    part[self] = Buffer<Sums>(count, shard.index);
+    if (any_mask) {
+      masked[self] = Buffer<LossCounts>(count, shard.index);
+      zero(masked[self]);
+    }
+    for (int64_t first = 0; first < count; first += kMostImages) {
+      const int64_t some = std::min<int64_t>(kMostImages, count - first);
+      std::vector<Buffer<Sums>> sums(static_cast<size_t>(some));
+      SumsOfImages all{};
+      for (int64_t i = 0; i < some; ++i) {
+        const int64_t v = first + i;
+        LossImages image = images[static_cast<size_t>(v)].images;
+        const LossPatch& patch = images[static_cast<size_t>(v)].patches[self];
+        const bool with_ssim = has_centres(image, ssim_weight);
+        LossCounts* const counted = image.mask ? masked[self].data() + v : nullptr;
+        if (image.mask && (shard.index == 0 || !patch.patch.empty()))
+          count_mask(image, with_ssim, counted, shard.index);
+        if (patch.patch.empty()) continue;
+        image.rgb = patch.rgb;
+        const PatchBand band = band_of(patch.patch, image.width);
+        const LossInput in{.images = image,
+                           .ssim_weight = ssim_weight,
+                           .share = share,
+                           .scales = scales_of(counts_of(image, ssim_weight), ssim_weight, share),
+                           .device_counts = counted,
+                           .tiles = band.tiles,
+                           .dL_drgb = patch.dL_drgb,
+                           .positions = patch.tiles,
+                           .position_from_tile = patch.position_from_tile,
+                           .tiles_x = static_cast<int>((image.width + kTileSize - 1) / kTileSize)};
+        Buffer<Sums>& of_image = sums[static_cast<size_t>(i)];
+        of_image = launch_band<true>(in, with_ssim, shard.index, band.columns);
+        all.sums[i] = of_image.data();
+        all.count[i] = of_image.size();
+      }
+      shard_total_kernel<<<static_cast<unsigned>(some), kTotalThreads, 0, shard_stream(shard.index)>>>(
+          all, part[self].data() + first);
+      KERNEL_CHECK("loss", shard.index, some);
+    }
+  });
+
+  Buffer<Sums> gathered(shards * count, 0);
+  std::vector<Shipment> shipments;
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(Sums));
+  for (int shard = 1; shard < shards; ++shard) {
+    shipments.push_back(
+        {shard, 0, part[static_cast<size_t>(shard)].data(), gathered.data() + shard * count, bytes});
+  }
+  transport().ship("loss values", shipments);
+  DeviceGuard guard(shard_device(0));
+  copy_between(gathered.data(), 0, part[0].data(), 0, bytes);
+  for (int64_t first = 0; first < count; first += kMostImages) {
+    const int64_t some = std::min<int64_t>(kMostImages, count - first);
+    CountsOfImages counts{};
+    for (int64_t i = 0; i < some; ++i) {
+      const LossImages& image = images[static_cast<size_t>(first + i)].images;
+      counts.counts[i] = counts_of(image, ssim_weight);
+      if (image.mask) counts.masked[i] = masked[0].data() + first + i;
+    }
+    patch_total_kernel<<<1, kMostImages, 0, shard_stream(0)>>>(counts, gathered.data() + first, shards, count,
+                                                               static_cast<int>(some), ssim_weight,
+                                                               values + 3 * first);
+    KERNEL_CHECK("loss", 0, some);
+  }
 }
 
 }  // namespace mgpu::splat

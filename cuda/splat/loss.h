@@ -11,8 +11,10 @@
 // its neighbours' windows the other pixels' weights are scaled up to sum to one.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "mesh/mesh.h"
+#include "splat/patches.h"
 
 namespace mgpu::splat {
 
@@ -25,8 +27,6 @@ struct LossImages {
   const uint8_t* mask = nullptr;  // [height, width], non-zero: the pixel counts; null: all do
   int64_t height = 0;
   int64_t width = 0;
-  // [shards]: rows that each shard works on, all rows once; they begin at multiples of 16. Null: equal bands.
-  const RowRange* bands = nullptr;
 };
 
 struct LossValue {
@@ -35,10 +35,10 @@ struct LossValue {
   double ssim = 1.0;  // mean SSIM; 1 if no centre counts
 };
 
-// Value and, unless dL_drgb ([height, width, 3]) is null, gradient. Each shard takes a band of rows with 5 +
-// 5 rows of its neighbours: 5 for the windows of its pixels, 5 more for the windows that those are part of.
-// Sums are taken of the same pixels and in the same order whatever the bands are: the same bits on any mesh.
-// The gradient is that of share * loss: a step of several views trains on their mean.
+// Value and, unless dL_drgb ([height, width, 3]) is null, gradient. Each shard takes an equal band of rows
+// with 5 + 5 rows of its neighbours: 5 for the windows of its pixels, 5 more for the windows that those are
+// part of. Sums are taken of the same pixels and in the same order whatever the bands are: the same bits on
+// any mesh. The gradient is that of share * loss: a step of several views trains on their mean.
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share = 1.0f);
 
 // The same, with loss, L1 and SSIM written to `value` [3], memory of a tensor: the host does not wait for
@@ -48,5 +48,32 @@ void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, f
 
 // Rows of the image that a shard works on.
 RowRange loss_band(const LossImages& images, int shard, int shards);
+
+// ---- where the tiles are: a shard's part of an image
+
+// Addresses are as if the whole image were there; `rgb` has the shard's tiles and the pixels within reach,
+// dL_drgb its tiles.
+struct LossPatch {
+  ViewPatch patch;
+  RowRange tiles;                               // positions in the order of the view's tiles
+  const int32_t* position_from_tile = nullptr;  // memory of the shard; null: row by row
+  const float* rgb = nullptr;
+  float* dL_drgb = nullptr;
+};
+
+struct PatchedImage {
+  LossImages images;               // without rgb
+  std::vector<LossPatch> patches;  // [shards]; each tile is in one of them
+};
+
+// None if the loss of such an image is L1 alone.
+LossReach loss_reach(int64_t height, int64_t width, float ssim_weight);
+
+// The loss of each image to `values` [images, 3], memory of the lead shard, and gradients as above: the same
+// bits as l1_ssim_into gives. Sums are of the same numbers in another order, in double: `values` differ in
+// the last bit of a float in one of some million cases (CUDA: L1 alone, whose sums there begin in float, by
+// 1e-6 of it).
+void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weight, float* values,
+                       float share = 1.0f);
 
 }  // namespace mgpu::splat

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "math/ssim.h"
 #include "memory/buffer.h"
 #include "mesh/fork_join.h"
+#include "splat/transport.h"
 
 namespace mgpu::splat {
 
@@ -27,6 +29,18 @@ constexpr int64_t kChannels = 3;
 constexpr int64_t kHalo = 2 * kSsimRadius;  // rows needed of a neighbour: windows of the windows of my pixels
 constexpr int64_t kPad = kChannels * kSsimRadius;
 constexpr int64_t kSmallestBand = 32;  // rows of a thread's piece; each recomputes the SSIM of 10 rows
+
+// Sum in double with eight running sums: a fixed order that vectorises.
+inline double ordered_sum(const float* values, int64_t count) {
+  double partial[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    for (int lane = 0; lane < 8; ++lane) partial[lane] += values[i + lane];
+  }
+  for (; i < count; ++i) partial[i & 7] += values[i];
+  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+}
 
 // The rows that a shard sees: its band and the halo. A mesh of one shard reads them in place; otherwise they
 // are pulled into the shard's own memory, because rows of an image need not lie where its bands are (it may
@@ -70,6 +84,9 @@ class BandRows {
     return find(target_bytes_, images_.target_bytes, row, row_length_);
   }
   const uint8_t* mask(int64_t row) const { return find(mask_, images_.mask, row, images_.width); }
+  double sum(int64_t, const float* values, RowRange part) const {
+    return ordered_sum(values + part.begin, part.size());
+  }
   // Where the gradient of a row of the band goes.
   float* gradient(float* dL_drgb, int64_t row) {
     return pulls_ ? gradient_.data() + (row - own_.begin) * row_length_ : dL_drgb + row * row_length_;
@@ -120,18 +137,6 @@ inline void window_sum_along(const float* in, int64_t count, float* out) {
   window_sum(tap, count, out);
 }
 
-// Sum in double with eight running sums: a fixed order that vectorises.
-inline double ordered_sum(const float* values, int64_t count) {
-  double partial[8] = {};
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    for (int lane = 0; lane < 8; ++lane) partial[lane] += values[i + lane];
-  }
-  for (; i < count; ++i) partial[i & 7] += values[i];
-  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
-         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
-}
-
 // Eleven rows of a map, by row number modulo eleven.
 class RowRing {
  public:
@@ -158,10 +163,11 @@ struct Scales {
   float ssim;  // -ssim_weight / (centres * channels); 0: no SSIM
 };
 
-template <bool kMasked>
+// Rows: where the rows of the image are, and what of them is summed.
+template <bool kMasked, typename Rows>
 class BandPass {
  public:
-  BandPass(const LossImages& images, BandRows& rows, const Scales& scales, float* dL_drgb, RowSums& sums,
+  BandPass(const LossImages& images, Rows& rows, const Scales& scales, float* dL_drgb, RowSums& sums,
            int shard)
       : images_(images),
         rows_(rows),
@@ -289,7 +295,7 @@ class BandPass {
         d_product_[i] = derivative.by_product;
       }
     }
-    if (count) sums_.ssim[static_cast<size_t>(row)] = ordered_sum(value_ + kPad, inner);
+    if (count) sums_.ssim[static_cast<size_t>(row)] = rows_.sum(row, value_, {kPad, kPad + inner});
     if (!dL_drgb_) return;
     window_sum_along(d_mean_, length_, by_mean_.row(row));
     window_sum_along(d_square_, length_, by_square_.row(row));
@@ -306,7 +312,7 @@ class BandPass {
       const float difference = rgb[i] - target_[i];
       value_[i] = !kMasked || keep_[i] != 0.0f ? std::fabs(difference) : 0.0f;
     }
-    sums_.l1[static_cast<size_t>(row)] = ordered_sum(value_, length_);
+    sums_.l1[static_cast<size_t>(row)] = rows_.sum(row, value_, {0, length_});
     if (!dL_drgb_) return;
     float* out = rows_.gradient(dL_drgb_, row);
     const float l1 = scales_.l1;
@@ -333,7 +339,7 @@ class BandPass {
   }
 
   const LossImages& images_;
-  BandRows& rows_;
+  Rows& rows_;
   const Scales scales_;
   float* dL_drgb_;
   RowSums& sums_;
@@ -369,10 +375,168 @@ T in_order(const std::vector<T>& rows) {
   return sum;
 }
 
+Scales scales_of(int64_t pixels, int64_t centres, float ssim_weight, float share) {
+  const double l1_share = centres > 0 ? 1.0 - static_cast<double>(ssim_weight) : 1.0;
+  return {pixels > 0 ? share * static_cast<float>(l1_share / static_cast<double>(pixels)) : 0.0f,
+          centres > 0
+              ? share * static_cast<float>(-static_cast<double>(ssim_weight) / static_cast<double>(centres))
+              : 0.0f};
+}
+
+LossValue value_of(double l1, double ssim, int64_t pixels, int64_t centres, float ssim_weight) {
+  LossValue value;
+  if (pixels > 0) value.l1 = l1 / static_cast<double>(pixels);
+  if (centres > 0) value.ssim = ssim / static_cast<double>(centres);
+  value.loss = (centres > 0 ? 1.0 - static_cast<double>(ssim_weight) : 1.0) * value.l1;
+  if (centres > 0) value.loss += static_cast<double>(ssim_weight) * (1.0 - value.ssim);
+  return value;
+}
+
+// ---- a shard's patch of an image
+
+// A window into the image that is an image of its own: the patch's rectangle and what its windows reach. Its
+// pixels are right where the shard holds them, and nothing else is summed or put out that anybody reads.
+class PatchRows {
+ public:
+  PatchRows(const PatchedImage& image, int shard)
+      : image_(image.images),
+        patch_(image.patches[static_cast<size_t>(shard)]),
+        tiles_x_((image_.width + kTileSize - 1) / kTileSize) {
+    if (patch_.patch.empty()) return;
+    const ViewPatch& patch = patch_.patch;
+    own_ = {int64_t{patch.y0} * kTileSize, std::min(image_.height, int64_t{patch.y1} * kTileSize)};
+    window_ = image_;
+    first_row_ = std::max<int64_t>(0, own_.begin - kHalo);
+    window_.height = std::min(image_.height, own_.end + kHalo) - first_row_;
+    first_column_ = std::max<int64_t>(0, int64_t{patch.x0} * kTileSize - kHalo);
+    window_.width = std::min(image_.width, int64_t{patch.x1} * kTileSize + kHalo) - first_column_;
+    const int64_t pixels = window_.height * window_.width;
+    if (image_.target) target_ = Buffer<float>(pixels * kChannels, shard);
+    if (image_.target_bytes) target_bytes_ = Buffer<uint8_t>(pixels * kChannels, shard);
+    if (image_.mask) mask_ = Buffer<uint8_t>(pixels, shard);
+    const auto height = static_cast<size_t>(window_.height);
+    sums.l1.assign(height, 0.0);
+    sums.ssim = sums.l1;
+    gradient_ = Buffer<float>(own_.size() * window_.width * kChannels, shard);
+  }
+  bool empty() const { return patch_.patch.empty(); }
+  // In a declared exchange: fetch the photograph.
+  void pull() {
+    if (empty()) return;
+    copy_window(target_, image_.target, kChannels);
+    copy_window(target_bytes_, image_.target_bytes, kChannels);
+    copy_window(mask_, image_.mask, 1);
+  }
+
+  const LossImages& window() const { return window_; }
+  RowRange own() const { return {own_.begin - first_row_, own_.end - first_row_}; }  // rows of the window
+  const float* rgb(int64_t row) const {
+    return patch_.rgb + ((first_row_ + row) * image_.width + first_column_) * kChannels;
+  }
+  const float* target(int64_t row) const { return target_.data() + row * window_.width * kChannels; }
+  const uint8_t* target_bytes(int64_t row) const {
+    return target_bytes_.data() + row * window_.width * kChannels;
+  }
+  const uint8_t* mask(int64_t row) const { return mask_.data() + row * window_.width; }
+  float* gradient(float*, int64_t row) {
+    return gradient_.data() + (first_row_ + row - own_.begin) * window_.width * kChannels;
+  }
+
+  // Calls visit(columns of the image) for each run of the shard's own tiles in a row of the window.
+  template <typename Visit>
+  void for_each_run(int64_t row, const Visit& visit) const {
+    const int64_t tile_row = (first_row_ + row) / kTileSize * tiles_x_;
+    for (int64_t x = patch_.patch.x0; x < patch_.patch.x1; ++x) {
+      if (!owns(tile_row + x)) continue;
+      const int64_t begin = x;
+      while (x < patch_.patch.x1 && owns(tile_row + x)) ++x;
+      visit(RowRange{begin * kTileSize, std::min(image_.width, x * kTileSize)});
+    }
+  }
+  // Of a row of values of the window, those of the shard's own pixels within `part`.
+  double sum(int64_t row, const float* values, RowRange part) const {
+    double sum = 0.0;
+    for_each_run(row, [&](RowRange columns) {
+      const int64_t begin = std::max(part.begin, (columns.begin - first_column_) * kChannels);
+      const int64_t end = std::min(part.end, (columns.end - first_column_) * kChannels);
+      if (begin < end) sum += ordered_sum(values + begin, end - begin);
+    });
+    return sum;
+  }
+  // Own pixels and SSIM centres that count.
+  void count(bool any_centre, uint64_t& pixels, uint64_t& centres) const {
+    for (int64_t row = own().begin; row < own().end; ++row) {
+      const int64_t y = first_row_ + row;
+      const bool centre_row = any_centre && y >= kSsimRadius && y < image_.height - kSsimRadius;
+      for_each_run(row, [&](RowRange columns) {
+        for (int64_t x = columns.begin; x < columns.end; ++x) {
+          if (image_.mask && !mask(row)[x - first_column_]) continue;
+          ++pixels;
+          centres += centre_row && x >= kSsimRadius && x < image_.width - kSsimRadius;
+        }
+      });
+    }
+  }
+  // The gradient of the shard's own pixels to where it belongs.
+  void put_gradient() {
+    for (int64_t row = own().begin; row < own().end; ++row) {
+      for_each_run(row, [&](RowRange columns) {
+        const float* from = gradient(nullptr, row) + (columns.begin - first_column_) * kChannels;
+        std::copy_n(from, columns.size() * kChannels,
+                    patch_.dL_drgb + ((first_row_ + row) * image_.width + columns.begin) * kChannels);
+      });
+    }
+  }
+
+  RowSums sums;  // by row of the window; without counts
+
+ private:
+  bool owns(int64_t tile) const {
+    const int64_t position = patch_.position_from_tile ? patch_.position_from_tile[tile] : tile;
+    return position >= patch_.tiles.begin && position < patch_.tiles.end;
+  }
+  template <typename T>
+  void copy_window(Buffer<T>& to, const T* from, int64_t channels) const {
+    if (!from) return;
+    for (int64_t row = 0; row < window_.height; ++row) {
+      std::copy_n(from + ((first_row_ + row) * image_.width + first_column_) * channels,
+                  window_.width * channels, to.data() + row * window_.width * channels);
+    }
+  }
+
+  const LossImages& image_;
+  const LossPatch& patch_;
+  int64_t tiles_x_;
+  RowRange own_{};  // rows of the image
+  int64_t first_row_ = 0, first_column_ = 0;
+  LossImages window_{};
+  Buffer<float> target_, gradient_;
+  Buffer<uint8_t> target_bytes_, mask_;
+};
+
+template <typename Rows>
+void run_bands(const LossImages& images, Rows& rows, const Scales& scales, float* dL_drgb, RowSums& sums,
+               RowRange band, int shard) {
+  const int64_t grain = std::max(kSmallestBand, (band.size() + num_threads() - 1) / num_threads());
+  parallel_for(band.size(), grain, [&](int64_t begin, int64_t end) {
+    const RowRange own{band.begin + begin, band.begin + end};
+    if (images.mask)
+      BandPass<true, Rows>(images, rows, scales, dL_drgb, sums, shard).run(own);
+    else
+      BandPass<false, Rows>(images, rows, scales, dL_drgb, sums, shard).run(own);
+  });
+}
+
 }  // namespace
 
 RowRange loss_band(const LossImages& images, int shard, int shards) {
-  return images.bands ? images.bands[shard] : equal_chunk(images.height, shard, shards);
+  return equal_chunk(images.height, shard, shards);
+}
+
+LossReach loss_reach(int64_t height, int64_t width, float ssim_weight) {
+  if (height < kSsimWindow || width < kSsimWindow || ssim_weight == 0.0f) return {};
+  constexpr int reach = static_cast<int>(kHalo);
+  return {reach, reach, reach};
 }
 
 LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, float share) {
@@ -399,22 +563,10 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, f
   });
 
   const int64_t pixels = in_order(sums.pixels) * kChannels, centres = in_order(sums.centres) * kChannels;
-  const double l1_share = centres > 0 ? 1.0 - static_cast<double>(ssim_weight) : 1.0;
-  const Scales scales{pixels > 0 ? share * static_cast<float>(l1_share / static_cast<double>(pixels)) : 0.0f,
-                      centres > 0 ? share * static_cast<float>(-static_cast<double>(ssim_weight) /
-                                                               static_cast<double>(centres))
-                                  : 0.0f};
+  const Scales scales = scales_of(pixels, centres, ssim_weight, share);
   for_each_shard("loss", [&](const Shard& shard) {
     const RowRange band = loss_band(images, shard.index, shards);
-    const int64_t grain = std::max(kSmallestBand, (band.size() + num_threads() - 1) / num_threads());
-    parallel_for(band.size(), grain, [&](int64_t begin, int64_t end) {
-      const RowRange own{band.begin + begin, band.begin + end};
-      BandRows& rows = rows_of(shard);
-      if (images.mask)
-        BandPass<true>(images, rows, scales, dL_drgb, sums, shard.index).run(own);
-      else
-        BandPass<false>(images, rows, scales, dL_drgb, sums, shard.index).run(own);
-    });
+    run_bands(images, rows_of(shard), scales, dL_drgb, sums, band, shard.index);
   });
 
   if (dL_drgb && shards > 1) {
@@ -423,12 +575,7 @@ LossValue l1_ssim(const LossImages& images, float ssim_weight, float* dL_drgb, f
         Access::kExchange);
   }
 
-  LossValue value;
-  if (pixels > 0) value.l1 = in_order(sums.l1) / static_cast<double>(pixels);
-  if (centres > 0) value.ssim = in_order(sums.ssim) / static_cast<double>(centres);
-  value.loss = l1_share * value.l1;
-  if (centres > 0) value.loss += static_cast<double>(ssim_weight) * (1.0 - value.ssim);
-  return value;
+  return value_of(in_order(sums.l1), in_order(sums.ssim), pixels, centres, ssim_weight);
 }
 
 void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, float* value, float share) {
@@ -436,6 +583,64 @@ void l1_ssim_into(const LossImages& images, float ssim_weight, float* dL_drgb, f
   value[0] = static_cast<float>(all.loss);
   value[1] = static_cast<float>(all.l1);
   value[2] = static_cast<float>(all.ssim);
+}
+
+void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weight, float* values,
+                       float share) {
+  const auto shards = static_cast<size_t>(mesh().size());
+  std::vector<std::vector<PatchRows>> rows(shards);
+  for (size_t shard = 0; shard < shards; ++shard) {
+    for (const PatchedImage& image : images) rows[shard].emplace_back(image, static_cast<int>(shard));
+  }
+  const auto rows_of = [&](const Shard& shard) -> std::vector<PatchRows>& {
+    return rows[static_cast<size_t>(shard.index)];
+  };
+  const auto pull = [&](const Shard& shard) {
+    for (PatchRows& patch : rows_of(shard)) patch.pull();
+  };
+  for_each_shard("loss exchange", pull, Access::kExchange);
+
+  // Tables of two words for each shard and image: what each has, and then of all.
+  const size_t words = 2 * images.size();
+  const auto total = [&](const std::vector<uint64_t>& table, size_t word, auto as) {
+    decltype(as) sum{};
+    for (size_t shard = 0; shard < shards; ++shard)
+      sum += std::bit_cast<decltype(as)>(table[shard * words + word]);
+    return sum;
+  };
+  std::vector<uint64_t> counted(shards * words, 0), summed(shards * words, 0);
+  for_each_shard("loss count", [&](const Shard& shard) {
+    uint64_t* const mine = counted.data() + static_cast<size_t>(shard.index) * words;
+    for (size_t v = 0; v < images.size(); ++v) {
+      const LossImages& image = images[v].images;
+      const bool any_centre = loss_reach(image.height, image.width, ssim_weight).side > 0;
+      rows_of(shard)[v].count(any_centre, mine[2 * v], mine[2 * v + 1]);
+    }
+  });
+  transport().gather(counted.data(), static_cast<int64_t>(words));
+  const auto pixels = [&](size_t v) { return kChannels * total(counted, 2 * v, int64_t{}); };
+  const auto centres = [&](size_t v) { return kChannels * total(counted, 2 * v + 1, int64_t{}); };
+
+  for_each_shard("loss", [&](const Shard& shard) {
+    uint64_t* const mine = summed.data() + static_cast<size_t>(shard.index) * words;
+    for (size_t v = 0; v < images.size(); ++v) {
+      PatchRows& patch = rows_of(shard)[v];
+      if (patch.empty()) continue;
+      const Scales scales = scales_of(pixels(v), centres(v), ssim_weight, share);
+      float* const wanted = images[v].patches[static_cast<size_t>(shard.index)].dL_drgb;
+      run_bands(patch.window(), patch, scales, wanted, patch.sums, patch.own(), shard.index);
+      patch.put_gradient();
+      mine[2 * v] = std::bit_cast<uint64_t>(in_order(patch.sums.l1));
+      mine[2 * v + 1] = std::bit_cast<uint64_t>(in_order(patch.sums.ssim));
+    }
+  });
+  transport().gather(summed.data(), static_cast<int64_t>(words));
+  for (size_t v = 0; v < images.size(); ++v) {
+    const LossValue value = value_of(total(summed, 2 * v, double{}), total(summed, 2 * v + 1, double{}),
+                                     pixels(v), centres(v), ssim_weight);
+    const double all[3] = {value.loss, value.l1, value.ssim};
+    std::transform(all, all + 3, values + 3 * v, [](double x) { return static_cast<float>(x); });
+  }
 }
 
 }  // namespace mgpu::splat

@@ -17,10 +17,12 @@ void run_stage(Frame& frame, const char* stage, const std::function<void()>& wor
 // Stage 2 alone. The frame has views, settings, columns (and state, history) and homes.
 void run_project(Frame& frame);
 
-// Stages 2 to 6 without the loss, into `images` [views].
+// Stages 2 to 6 without the loss, into `images` [views]; or into what `images` makes when it is known who
+// blends what, as Frame::images.
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images);
+void run_forward(Frame& frame, const std::function<std::vector<ImagePointers>()>& images);
 
-// Stages 7 and 8: fills frame.shards[*].grad.
+// Stages 7 and 8: fills frame.shards[*].grad. `grads` has as many entries as Frame::images.
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads);
 
 }  // namespace mgpu::splat

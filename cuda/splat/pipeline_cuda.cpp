@@ -58,6 +58,10 @@ void run_project(Frame& frame) {
 }
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
+  run_forward(frame, [&] { return images; });
+}
+
+void run_forward(Frame& frame, const std::function<std::vector<ImagePointers>()>& images) {
   JoinedOperator joined;
   order_tiles(frame);
   run_project(frame);
@@ -65,8 +69,10 @@ void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
   run_stage(frame, "exchange", [&] { exchange_records(frame); });
   count_links(frame);
   run_stage(frame, "bin", [&] { bin_records(frame); });
-  frame.images = images;
-  run_stage(frame, "blend", [&] { blend(frame); });
+  run_stage(frame, "blend", [&] {
+    frame.images = images();
+    blend(frame);
+  });
 }
 
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {

@@ -22,14 +22,20 @@ void run_project(Frame& frame) {
 }
 
 void run_forward(Frame& frame, const std::vector<ImagePointers>& images) {
+  run_forward(frame, [&] { return images; });
+}
+
+void run_forward(Frame& frame, const std::function<std::vector<ImagePointers>()>& images) {
   order_tiles(frame);
   run_project(frame);
   run_stage(frame, "assign", [&] { assign_tiles(frame); });
   run_stage(frame, "exchange", [&] { exchange_records(frame); });
   run_stage(frame, "bin", [&] { bin_records(frame); });
   count_links(frame);
-  frame.images = images;
-  run_stage(frame, "blend", [&] { blend(frame); });
+  run_stage(frame, "blend", [&] {
+    frame.images = images();
+    blend(frame);
+  });
 }
 
 void run_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {

@@ -25,8 +25,6 @@ class LocalTransport final : public Transport {
   }
 
   void gather(uint64_t*, int64_t) override {}
-  void share_tiles(const Frame&, int, float*, int, int64_t) override {}
-  void share_bands(const Frame&, int, float*, int) override {}
 };
 
 std::unique_ptr<Transport>& current() {

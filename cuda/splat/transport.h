@@ -38,17 +38,10 @@ class Transport {
   // A table on the host, a row of `words` for each shard, each filled in by its own: afterwards all rows are
   // everywhere.
   virtual void gather(uint64_t* table, int64_t words) = 0;
-
-  // An image [H, W, channels] of view `v`, of which each owner of tiles has written its own: afterwards each
-  // shard can read the rows of its band (frame.bands) and `halo` more on either side. And the counterpart:
-  // each shard has written its band of a gradient, and owners can read their tiles.
-  virtual void share_tiles(const Frame& frame, int v, float* image, int channels, int64_t halo) = 0;
-  virtual void share_bands(const Frame& frame, int v, float* gradient, int channels) = 0;
 };
 
 // Shards of one process: a copy a shipment, by the receiver (GPUs: in the order of its stream). GPUs with
 // peer access reach each other; shards on the host do not, so that the locality check has something to see.
-// Images lie where all shards reach them.
 std::unique_ptr<Transport> make_local_transport();
 // Each flavour's own: what that one says of `reaches`.
 bool shards_reach(int from, int to);

@@ -36,6 +36,7 @@
 #include "splat/history.h"
 #include "splat/loss.h"
 #include "splat/pipeline.h"
+#include "splat/pixels.h"
 #include "splat/project.h"
 #include "splat/relocate.h"
 #include "splat/reorder.h"
@@ -1346,6 +1347,103 @@ void check_loss_meshes() {
   }
 }
 
+// Loss where the tiles are, each shard with a random run of tiles along the curve (one of them with none),
+// its own pixels, their halo, and not-a-number everywhere else, against the loss of the whole image on the
+// mesh.
+void check_loss_patches(int width, int height, bool bytes, bool masked, float ssim_weight) {
+  const int shards = mesh().size();
+  std::mt19937_64 engine(13);
+  std::uniform_real_distribution<float> unit(0.f, 1.f);
+  const size_t pixels = static_cast<size_t>(height) * static_cast<size_t>(width);
+  std::vector<float> x(3 * pixels), y(3 * pixels);
+  std::vector<uint8_t> y_bytes(3 * pixels), mask(pixels);
+  for (float& value : x) value = unit(engine);
+  for (float& value : y) value = unit(engine);
+  for (uint8_t& value : y_bytes) value = static_cast<uint8_t>(unit(engine) * 255.f);
+  for (uint8_t& keep : mask) keep = unit(engine) < 0.8f;
+  const Buffer<float> dx = to_buffer(x, 0), dy = to_buffer(y, 0);
+  const Buffer<uint8_t> dy_bytes = to_buffer(y_bytes, 0), dmask = to_buffer(mask, 0);
+  LossImages images;
+  images.target = bytes ? nullptr : dy.data();
+  images.target_bytes = bytes ? dy_bytes.data() : nullptr;
+  images.mask = masked ? dmask.data() : nullptr;
+  images.height = height;
+  images.width = width;
+  LossImages whole = images;
+  whole.rgb = dx.data();
+  Buffer<float> want(dx.size(), 0), want_value(3, 0), got(dx.size(), 0), got_value(3, 0);
+  l1_ssim_into(whole, ssim_weight, want.data(), want_value.data(), 0.5f);
+
+  Frame frame;
+  const float identity[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+  frame.views.push_back(make_view(identity, 100, 100, width / 2., height / 2., width, height, 0));
+  View& view = frame.views[0];
+  const auto curve = tile_curve(view.tiles_x, view.tiles_y);
+  view.position_from_tile = curve->position_from_tile.data();
+  view.tile_from_position = curve->tile_from_position.data();
+  frame.homes.resize(static_cast<size_t>(shards));
+  frame.owners.resize(static_cast<size_t>(shards));
+  frame.constants.resize(static_cast<size_t>(shards));
+  std::vector<int64_t> cut;
+  for (int s = 1; s < shards; ++s)
+    cut.push_back(static_cast<int64_t>(unit(engine) * static_cast<float>(view.tile_count())));
+  std::sort(cut.begin(), cut.end());
+  cut.push_back(view.tile_count());
+  if (shards > 2) cut[1] = cut[0];
+  for (int s = 0; s < shards; ++s) {
+    frame.owners[static_cast<size_t>(s)].tiles = {s > 0 ? cut[static_cast<size_t>(s) - 1] : 0,
+                                                  cut[static_cast<size_t>(s)]};
+    auto on_shard = std::make_shared<DeviceCurve>();
+    on_shard->position_from_tile = to_buffer(curve->position_from_tile, s);
+    frame.constants[static_cast<size_t>(s)].curves.push_back(std::move(on_shard));
+  }
+  ShardImages own(frame, ssim_weight);
+  const auto patches = view_patches(frame);
+  const LossReach reach = loss_reach(height, width, ssim_weight);
+  const int64_t row = 3 * int64_t{width};
+  // Calls visit(offset of the first float, floats a row, rows) for the tiles of a shard.
+  const auto for_each_own_tile = [&](int s, const auto& visit) {
+    const RowRange tiles = patches[static_cast<size_t>(s)][0].tiles;
+    for (int64_t position = tiles.begin; position < tiles.end; ++position) {
+      const int tile = static_cast<int>(view.tile_at(position));
+      const int top = tile / view.tiles_x * kTileSize, left = tile % view.tiles_x * kTileSize;
+      visit(top * row + 3 * left, 3 * std::min(kTileSize, width - left), std::min(kTileSize, height - top));
+    }
+  };
+  synchronise_shards();
+  for_each_shard("check", [&](const Shard& shard) {
+    const RowRange rows = rows_held(view, patches[static_cast<size_t>(shard.index)][0], reach);
+    float* const mine = own.images()[static_cast<size_t>(shard.index)].rgb;
+    if (rows.empty()) return;
+    const std::vector<float> nothing(static_cast<size_t>(rows.size() * row), NAN);
+    upload(mine + rows.begin * row, nothing.data(), rows.size() * row, shard.index);
+    std::vector<CopyRect> rects;
+    for_each_own_tile(shard.index, [&](int64_t at, int32_t wide, int32_t high) {
+      rects.push_back({dx.data() + at, mine + at, row, row, wide, high});
+    });
+    flavour::copy_rects(rects, shard.index);
+  });
+  own.share_halo(frame);
+  patch_losses_into({{images, own.loss_patches(frame, 0)}}, ssim_weight, got_value.data(), 0.5f);
+  synchronise_shards();
+  for_each_shard("check", [&](const Shard& shard) {
+    const float* const mine = own.gradients()[static_cast<size_t>(shard.index)].rgb;
+    std::vector<CopyRect> rects;
+    for_each_own_tile(shard.index, [&](int64_t at, int32_t wide, int32_t high) {
+      rects.push_back({mine + at, got.data() + at, row, row, wide, high});
+    });
+    flavour::copy_rects(rects, shard.index);
+  });
+  synchronise_shards();
+  char name[120];
+  std::snprintf(name, sizeof name, "[%d shards] loss of patches %dx%d%s%s w%.1f", shards, width, height,
+                bytes ? " uint8" : "", masked ? " mask" : "", ssim_weight);
+  report(name, "gradients differ", static_cast<double>(bits_that_differ(to_vector(want), to_vector(got))), 0);
+  const std::vector<float> a = to_vector(want_value), b = to_vector(got_value);
+  for (size_t k = 0; k < 3; ++k)
+    report(name, "value differs", std::fabs(double{a[k]} - b[k]), ssim_weight != 0.f ? 0. : 1e-6);
+}
+
 void check_loss(int64_t height, int64_t width, bool bytes, bool masked, float ssim_weight) {
   char name[120];
   std::snprintf(name, sizeof name, "[%d shards] loss %lldx%lld%s%s w%.1f", mesh().size(),
@@ -1812,12 +1910,20 @@ void check_small(const std::vector<std::string>& names) {
   check_loss(40, 50, true, true, 0.2f);
   check_loss(33, 160, false, false, 0.2f);
   check_loss(20, 30, false, false, 0.f);
+  check_loss_patches(170, 47, true, true, 0.2f);
+  check_loss_patches(61, 47, false, false, 0.f);
   check_relocation(2000);
   check_reorder(2000, kGatherScratch);
   check_densify(2000, 100);
 }
 
 void check_losses() {
+  check_loss_patches(61, 47, true, true, 0.2f);
+  check_loss_patches(333, 200, false, false, 0.2f);  // several strips
+  check_loss_patches(331, 200, true, false, 0.2f);
+  check_loss_patches(333, 120, true, true, 0.f);  // rows that are not packs
+  check_loss_patches(320, 120, false, false, 0.f);
+  check_loss_patches(30, 9, false, false, 0.2f);  // no centre
   check_loss(40, 50, false, false, 0.2f);
   check_loss(77, 91, true, true, 0.2f);
   check_loss(9, 30, false, true, 0.2f);
