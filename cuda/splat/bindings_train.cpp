@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -14,7 +15,9 @@
 #include <vector>
 
 #include "bindings.h"
+#include "math/exposure.h"
 #include "memory/transfer.h"
+#include "splat/bindings_exposure.h"
 #include "splat/bindings_frame.h"
 #include "splat/bindings_links.h"
 #include "splat/history.h"
@@ -118,7 +121,8 @@ py::dict report_of(const StepReport& report) {
 struct TrainResult {
   std::shared_ptr<Frame> frame;  // only if its gradients wait for a later step
   TrainOutcome outcome;
-  Tensors images;  // if wanted
+  Tensors images;                           // if wanted
+  std::optional<at::Tensor> dL_dexposures;  // [C, 3, 4], if there are exposures; zero where a view has none
 };
 
 std::unique_ptr<TrainResult> train_step_tensors(
@@ -128,21 +132,35 @@ std::unique_ptr<TrainResult> train_step_tensors(
     double ssim_weight, const Background& background, bool antialiased, int sh_degree, bool wanted_viewmats,
     bool wanted_step, bool wanted_images, const std::array<double, kColumns>& lrs, double noise_scale,
     double opacity_reg, double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad,
-    const MaybeCells& cells) {
+    const MaybeCells& cells, const std::vector<std::optional<at::Tensor>>& exposures) {
   py::gil_scoped_release release;
   TORCH_CHECK_VALUE(targets.size() == cameras.size() && (masks.empty() || masks.size() == cameras.size()),
                     "there are ", cameras.size(), " cameras, ", targets.size(), " targets and ", masks.size(),
                     " masks; expected one of each.");
+  TORCH_CHECK_VALUE(exposures.empty() || exposures.size() == cameras.size(), "there are ", cameras.size(),
+                    " cameras and ", exposures.size(), " exposures; expected one of each.");
   RenderSettings render = render_settings(background, antialiased, sh_degree);
   render.wanted_depth = false;
   render.wanted_absgrad = absgrad;
   auto out = std::make_unique<TrainResult>();
   auto frame = make_frame(columns, state, history, cameras, render, cells);
   std::vector<TrainTarget> photographs;
+  const auto views = static_cast<int64_t>(targets.size());
+  if (!exposures.empty()) {
+    const bool all = std::all_of(exposures.begin(), exposures.end(), [](const auto& map) { return !!map; });
+    const at::TensorOptions options = columns[0].options().requires_grad(false);
+    out->dL_dexposures = all ? at::empty({views, 3, 4}, options) : at::zeros({views, 3, 4}, options);
+  }
   for (size_t v = 0; v < targets.size(); ++v) {
     const View& view = frame->views[v];
     photographs.push_back(target_of(targets[v], masks.empty() ? std::nullopt : masks[v], view.height,
                                     view.width, columns[0].device(), static_cast<int64_t>(v)));
+    if (!exposures.empty() && exposures[v]) {
+      const std::string name = "exposures[" + std::to_string(v) + "]";
+      photographs.back().exposure = map_of(*exposures[v], name.c_str());
+      photographs.back().dL_dexposure =
+          out->dL_dexposures->mutable_data_ptr<float>() + math::kExposureFloats * v;
+    }
     if (!wanted_images) continue;
     out->images.push_back(at::empty({view.height, view.width, 3}, columns[0].options().requires_grad(false)));
     photographs.back().image = floats(out->images.back(), "image");
@@ -219,6 +237,7 @@ MGPU_BINDINGS(train) {
       .def_property_readonly("culled",
                              [](const TrainResult& result) { return cull_counts(result.outcome.culled); })
       .def("take_images", [](TrainResult& result) { return std::exchange(result.images, {}); })
+      .def_property_readonly("dL_dexposures", [](const TrainResult& result) { return result.dL_dexposures; })
       .def_property_readonly("times",
                              [](const TrainResult& result) { return stage_times(result.outcome.times); })
       .def_property_readonly("links", [](const TrainResult& result) { return dict_of(result.outcome.links); })
@@ -230,7 +249,8 @@ MGPU_BINDINGS(train) {
         py::arg("background"), py::arg("antialiased"), py::arg("sh_degree"), py::arg("wanted_viewmats"),
         py::arg("wanted_step"), py::arg("wanted_images"), py::arg("lrs"), py::arg("noise_scale"),
         py::arg("opacity_reg"), py::arg("scale_reg"), py::arg("wanted_means"), py::arg("statistics"),
-        py::arg("absgrad"), py::arg("cells") = py::none());
+        py::arg("absgrad"), py::arg("cells") = py::none(),
+        py::arg("exposures") = std::vector<std::optional<at::Tensor>>());
   // Bring all rows up to date and forget the steps held.
   m.def(
       "splat_flush",

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "splat/exposure.h"
 #include "splat/loss.h"
 #include "splat/pipeline.h"
 #include "splat/pixels.h"
@@ -45,9 +46,18 @@ void render_loss_backward(Frame& frame, const std::vector<TrainTarget>& targets,
       gradient[v] = Buffer<float>(3 * pixels_of(frame.views[v]), kExchange);
       LossImages loss = photograph_of(frame.views[v], targets[v]);
       loss.rgb = images[v].rgb;
-      l1_ssim_into(loss, ssim_weight, gradient[v].data(),
+      LossImages compared = loss;
+      Buffer<float> exposed;
+      if (targets[v].exposure) {
+        exposed = Buffer<float>(3 * pixels_of(frame.views[v]), kExchange);
+        expose(loss, targets[v].exposure, exposed.data());
+        compared.rgb = exposed.data();
+      }
+      l1_ssim_into(compared, ssim_weight, gradient[v].data(),
                    losses + v * static_cast<size_t>(TrainOutcome::kLossFloats),
                    1.0f / static_cast<float>(views));
+      if (targets[v].exposure)
+        expose_backward(loss, targets[v].exposure, gradient[v].data(), targets[v].dL_dexposure);
       grads[v] = {gradient[v].data(), nullptr, nullptr};
     }
   });
@@ -68,7 +78,17 @@ void render_loss_backward_by_owners(Frame& frame, const std::vector<TrainTarget>
     std::vector<PatchedImage> images;
     for (size_t v = 0; v < views; ++v)
       images.push_back({photograph_of(frame.views[v], targets[v]), own->loss_patches(frame, v)});
-    patch_losses_into(images, ssim_weight, losses, 1.0f / static_cast<float>(views));
+    std::vector<PatchedImage> compared = images;
+    std::vector<std::vector<Buffer<float>>> exposed(views);  // of the shards
+    for (size_t v = 0; v < views; ++v) {
+      if (targets[v].exposure)
+        exposed[v] = expose_patches(frame.views[v], ssim_weight, targets[v].exposure, compared[v].patches);
+    }
+    patch_losses_into(compared, ssim_weight, losses, 1.0f / static_cast<float>(views));
+    for (size_t v = 0; v < views; ++v) {
+      if (targets[v].exposure)
+        expose_patches_backward(images[v], targets[v].exposure, targets[v].dL_dexposure);
+    }
   });
   count_pixels(frame, own->halo());
   if (std::any_of(targets.begin(), targets.end(), [](const TrainTarget& t) { return t.image != nullptr; })) {

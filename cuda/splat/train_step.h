@@ -20,6 +20,10 @@ struct TrainTarget {
   const uint8_t* bytes = nullptr;  // [H, W, 3]
   const uint8_t* mask = nullptr;   // [H, W], non-zero: the pixel counts; null: all do
   float* image = nullptr;          // [H, W, 3], where the rendered image is left; null: nowhere
+  // [3, 4], the map that takes the rendered colours to the photograph's (splat/exposure.h), and where its
+  // gradient goes; null: none, colours are compared as they are rendered.
+  const float* exposure = nullptr;
+  float* dL_dexposure = nullptr;
 };
 
 struct TrainSettings {

@@ -66,6 +66,7 @@ class Frame:
     orientation: int = 1  # EXIF rotation to undo; the checks set it
     mask_orientation: int = 1
     has_alpha: bool = False
+    colmap_id: int | None = None  # of the image in the reconstruction that the frame is from
 
 
 @dataclass
@@ -124,6 +125,20 @@ class Capture:
         else:
             return None
         return (xyz, rgb, path) if len(xyz) else None
+
+    def read_tracks(self) -> colmap.Tracks | None:
+        """Which photograph (`Frame.colmap_id`) saw which sparse point, in the frames' world; None where nobody knows.
+
+        Raises: DatasetError if the file is damaged.
+        """
+        if self.seed_reconstruction is None or all(f.colmap_id is None for f in self.frames):
+            return None
+        found = colmap.read_tracks(self.seed_reconstruction)
+        xyz, applied = found.xyz, self.applied_transform
+        if applied is not None:
+            with np.errstate(invalid="ignore"):
+                xyz = xyz @ applied[:, :3].T + applied[:, 3]
+        return colmap.Tracks(xyz, found.errors, found.points_of) if found.points_of else None
 
 
 def read_capture(
@@ -220,6 +235,7 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
                 cx=camera.cx,
                 cy=camera.cy,
                 lens=camera.lens,
+                colmap_id=image.image_id,
             )
         )
     frames.sort(key=lambda f: f.name)

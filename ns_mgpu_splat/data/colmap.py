@@ -82,6 +82,7 @@ class ColmapImage:
     camera_id: int
     rotation: np.ndarray  # (3, 3)
     translation: np.ndarray  # (3,)
+    image_id: int = 0
 
 
 class _Bytes:
@@ -236,12 +237,12 @@ def read_images(folder: Path) -> tuple[list[ColmapImage], Path]:
         head, points = struct.Struct("<i7di"), struct.Struct("<Q")
         (file.count,) = file.take(points)
         for _ in range(file.count):
-            _, *pose, camera_id = file.take(head)
+            image_id, *pose, camera_id = file.take(head)
             name = file.take_name()
             (observations,) = file.take(points)
             file.skip(24 * observations)
             rotation = rotation_from_quaternion((pose[0], pose[1], pose[2], pose[3]))
-            images.append(ColmapImage(name, camera_id, rotation, np.array(pose[4:])))
+            images.append(ColmapImage(name, camera_id, rotation, np.array(pose[4:]), image_id))
             file.done += 1
         return images, path
     lines = _records(path)
@@ -259,13 +260,13 @@ def read_images(folder: Path) -> tuple[list[ColmapImage], Path]:
         fields = line.split(maxsplit=9)
         try:
             pose = [float(f) for f in fields[1:8]]
-            camera_id, name = int(fields[8]), fields[9]
+            image_id, camera_id, name = int(fields[0]), int(fields[8]), fields[9]
         except (IndexError, ValueError):
             raise DatasetError(
                 f"{path} is cut short or damaged at the line '{line[:60]}'. Copy it again."
             ) from None
         rotation = rotation_from_quaternion((pose[0], pose[1], pose[2], pose[3]))
-        images.append(ColmapImage(name, camera_id, rotation, np.array(pose[4:])))
+        images.append(ColmapImage(name, camera_id, rotation, np.array(pose[4:]), image_id))
     _check_promise(path, "images", len(images))
     return images, path
 
@@ -322,3 +323,52 @@ def read_points(folder: Path) -> tuple[np.ndarray, np.ndarray, Path]:
         ) from None
     _check_promise(path, "points", len(table))
     return table[:, :3], table[:, 3:].clip(0, 255).astype(np.uint8), path
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """Which photograph saw which triangulated point.
+
+    Attributes:
+        xyz: (N, 3) float64, COLMAP's world. errors: (N,) float64, mean reprojection error in pixels; below 0: unknown.
+        points_of: rows of `xyz` by image id, ascending, each once.
+    """
+
+    xyz: np.ndarray
+    errors: np.ndarray
+    points_of: dict[int, np.ndarray]
+
+
+def read_tracks(folder: Path) -> Tracks:
+    """Triangulated points with the images that saw them. Raises DatasetError as `read_points` does."""
+    path = _pick(folder, "points3D")
+    if path.suffix == ".bin":
+        xyz, _, _ = read_points(folder)
+        file = _Bytes(path, "points")
+        (file.count,) = file.take(struct.Struct("<Q"))
+        starts = _point_starts(file, file.count)
+        fixed = np.frombuffer(file.data, np.uint8)[starts[:, None] + np.arange(kPoint.itemsize)]
+        points = fixed.reshape(-1, kPoint.itemsize).view(kPoint).reshape(-1)
+        errors, lengths = points["error"].astype(np.float64), points["track"].astype(np.int64)
+        seen = [
+            np.frombuffer(file.data, "<i4", 2 * length, start + kPoint.itemsize)[::2]
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        images = np.concatenate(seen) if seen else np.zeros(0, np.int32)
+    else:
+        rows = [line.split() for line in _records(path) if line]
+        try:
+            table = np.array([row[1:8] for row in rows], dtype=np.float64).reshape(-1, 7)
+            xyz, errors = table[:, :3], table[:, 6]
+            lengths = np.array([len(row[8::2]) for row in rows], dtype=np.int64)
+            images = np.array([int(entry) for row in rows for entry in row[8::2]], dtype=np.int64)
+        except ValueError:
+            raise DatasetError(
+                f"{path} is cut short or damaged: a line has fewer than 8 fields, or a word among them. Copy it again."
+            ) from None
+    of_point = np.repeat(np.arange(len(lengths)), lengths)
+    order = np.lexsort((of_point, images))
+    images, of_point = images[order], of_point[order]
+    names, begins = np.unique(images, return_index=True)
+    parts = np.split(of_point, begins[1:]) if len(names) else []
+    return Tracks(xyz, errors, {int(i): np.unique(part) for i, part in zip(names, parts, strict=True)})

@@ -11,7 +11,7 @@ from nerfstudio.engine.optimizers import AdamOptimizerConfig
 from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
-from ns_mgpu_splat.nerfstudio.schedule import ColumnRateConfig, DecayConfig
+from ns_mgpu_splat.nerfstudio.schedule import ColumnRateConfig, DecayConfig, ExposureRateConfig
 from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainerConfig
 from ns_mgpu_splat.quiet import hide_future_warnings
 
@@ -35,6 +35,7 @@ mgpu_splat = MethodSpecification(
                 "optimizer": AdamOptimizerConfig(lr=1e-4, eps=1e-15),
                 "scheduler": DecayConfig(lr_final=5e-7, warmup_steps=1000),
             },
+            "exposure": {"optimizer": ExposureRateConfig(lr=0.01), "scheduler": DecayConfig(lr_final=0.001)},
         },
     ),
     description="Gaussian splatting on one aggregate device made of all GPUs of a host; also on the CPU.",

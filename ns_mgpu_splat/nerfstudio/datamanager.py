@@ -32,6 +32,7 @@ from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.cache import BoundedCache
 from ns_mgpu_splat.data.checks import DatasetError, Level
+from ns_mgpu_splat.data.depth import DepthSamples
 from ns_mgpu_splat.data.images import ImageError, ImageSource
 from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import is_initialized, native
@@ -66,6 +67,7 @@ class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
     train_cameras_sampling_seed: int = 42
     """Seed of the order in which training images are drawn; every image is seen once an epoch."""
 
+    wants_depth: Suppress[bool] = False  # the pipeline sets it where depth is supervised
     camera_res_scale_factor: Suppress[float] = 1.0
     eval_num_images_to_sample_from: Suppress[int] = -1
     eval_num_times_to_repeat_images: Suppress[int] = -1
@@ -235,6 +237,7 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         self.dataparser.want_points = test_mode == "val"
         self.dataparser.skip = config.on_bad_image == "skip"
         self.dataparser.workers = self._workers()
+        self.dataparser.want_depth = config.wants_depth and test_mode == "val"
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._unreadable: set[int] = set()  # training images that turned out to be, with on-bad-image "skip"
         self._place = (0, 0)  # epoch and place in it of the step in progress
@@ -247,6 +250,9 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             raise SystemExit(f"mgpu-splat: {error}") from None
         self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
         self._feed: ImageFeed | None = None
+        # how to get the measured depths of each training image, and those that were wanted already
+        self._depths: list[Callable[[], DepthSamples]] = self.train_dataset.metadata.pop("depths", [])
+        self._measured: dict[int, DepthSamples] = {}
         self._next_eval = 0
         DataManager.__init__(self)
 
@@ -330,6 +336,8 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         batch: dict[str, Any] = {"image_idx": index, "image": found.image}
         if found.mask is not None:
             batch["mask"] = found.mask[..., None]
+        if self._depths:
+            batch["depths"] = self.depth_samples(index)
         camera = self.train_dataset.cameras[index : index + 1]
         camera.metadata = {"cam_idx": index}
         return camera, batch
@@ -343,6 +351,13 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             return found
         self._place = divmod(step, len(self.train_dataset))
         return self._feed.get(index, self._coming(step + 1))
+
+    def depth_samples(self, index: int) -> DepthSamples:
+        """The measured depths of a training image, on the host; read when first wanted. Raises ImageError."""
+        found = self._measured.get(index)
+        if found is None:
+            found = self._measured[index] = self._depths[index]()
+        return found
 
     def _new_feed(self) -> ImageFeed:
         data = self.train_dataset

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.capture import Capture, Frame, merged, read_capture
 from ns_mgpu_splat.data.checks import DatasetError, Level, check_points, find_bad_frames, usable_points
+from ns_mgpu_splat.data.depth import DepthSamples, samples_from_map, samples_from_points
 from ns_mgpu_splat.data.images import ImageSource
 from ns_mgpu_splat.data.lens import Pinhole, undistorted_pinhole
 
@@ -77,7 +79,8 @@ class MgpuSplatDataParserConfig(DataParserConfig):
     """Folder of masks of a COLMAP capture, below the data folder: for a.jpg a file a.jpg.png or a.png, black where a pixel
     shall not count. Nerfstudio folders name masks in transforms.json."""
     depth_unit_scale_factor: float = 1e-3
-    """Metres in one unit of the depth maps' integers. Depth maps are passed on, not trained on."""
+    """Units of the capture's world in one unit of its depth maps: 0.001 for millimetres. They are used with
+    --pipeline.model.depth-weight."""
     num_random_points: int = 50_000
     """Points to start from where the capture has none; drawn inside what the cameras see."""
     seed_points: bool = True
@@ -95,6 +98,7 @@ class MgpuSplatDataParser(DataParser):
         want_points: read seed points; the datamanager switches it off where nothing is trained.
         skip: leave frames out that cannot be used, and say which, instead of ending; the datamanager sets it.
         workers: threads that decode images for the check.
+        want_depth: have "depths" in the metadata of the training images; the datamanager sets it.
     """
 
     config: MgpuSplatDataParserConfig
@@ -102,6 +106,7 @@ class MgpuSplatDataParser(DataParser):
     want_points: bool = True
     skip: bool = False
     workers: int = 2
+    want_depth: bool = False
     downscale_factor: int | None = None  # ns tools set it; the config counts
     _capture: Capture | None = None
     # images that cannot be read: their cameras still count for world and split, so that tools, which do not look at the
@@ -136,6 +141,8 @@ class MgpuSplatDataParser(DataParser):
             metadata["points3D_xyz"], metadata["points3D_rgb"] = self._seeds(
                 capture, transform, scale, cameras, metadata["camera_extent"]
             )
+        if split == "train" and self.want_depth:
+            metadata["depths"] = self._depths(capture, chosen, sources, cameras, transform, scale)
         return WorldOutputs(
             image_filenames=[f.image for f in chosen],
             cameras=cameras,
@@ -145,6 +152,45 @@ class MgpuSplatDataParser(DataParser):
             dataparser_transform=torch.from_numpy(from_original_world(transform, capture)),
             metadata=metadata,
         )
+
+    def _depths(
+        self,
+        capture: Capture,
+        frames: list[Frame],
+        sources: list[ImageSource],
+        cameras: Cameras,
+        transform: np.ndarray,
+        scale: float,
+    ) -> list[Callable[[], DepthSamples]]:
+        """For each frame how to get its measured depths. Raises DatasetError where the capture has none."""
+        if frames[0].depth is not None:
+            unit = self.config.depth_unit_scale_factor * scale * capture.applied_scale
+            return [
+                partial(samples_from_map, frame.depth, source, unit, number)
+                for number, (frame, source) in enumerate(zip(frames, sources, strict=True))
+                if frame.depth is not None
+            ]
+        tracks = capture.read_tracks()
+        if tracks is None:
+            raise DatasetError(
+                f"--pipeline.model.depth-weight is above 0, but {capture.root} has neither depth maps (depth_file_path in "
+                "transforms.json) nor a COLMAP reconstruction that says which image saw which point. Leave it at 0."
+            )
+        near = (tracks.xyz @ transform[:, :3].T + transform[:, 3]) * scale
+        known = tracks.errors[tracks.errors >= 0]
+        typical = float(known.mean()) if len(known) else 1.0
+        found: list[Callable[[], DepthSamples]] = []
+        for number, (frame, source) in enumerate(zip(frames, sources, strict=True)):
+            rows = tracks.points_of.get(
+                -1 if frame.colmap_id is None else frame.colmap_id, np.zeros(0, np.int64)
+            )
+            pose = np.eye(4)
+            pose[:3] = cameras.camera_to_worlds[number].double().numpy()
+            viewmat = np.linalg.inv(pose @ np.diag([1.0, -1.0, -1.0, 1.0]))
+            camera = undistorted_pinhole(source.camera, source.lens)
+            samples = samples_from_points(near[rows], tracks.errors[rows], typical, viewmat, camera)
+            found.append(partial(_itself, samples))
+        return found
 
     def capture(self) -> Capture:
         """Read and check the capture; the second call returns the first one's result."""
@@ -272,6 +318,10 @@ class MgpuSplatDataParser(DataParser):
             f"[bold yellow]{escape(why)}: starting from {count:,} random points in what the cameras see."
         )
         return random_points(cameras, count, extent)
+
+
+def _itself(samples: DepthSamples) -> DepthSamples:
+    return samples
 
 
 @dataclass

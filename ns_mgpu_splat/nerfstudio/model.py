@@ -9,6 +9,7 @@ happen inside `SplatAdam.step`.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import traceback
@@ -38,7 +39,9 @@ from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 
 if TYPE_CHECKING:
+    from ns_mgpu_splat.data.depth import DepthSamples
     from ns_mgpu_splat.nerfstudio.viewer_controls import Look
+    from ns_mgpu_splat.splats.exposure import Exposures
     from ns_mgpu_splat.splats.table import SplatTable
 
 kSsimWindow = 11
@@ -117,6 +120,16 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     """Also return depth in training steps, for methods built on this one; costs a tenth of a step."""
     camera_optimizer: CameraOptimizerConfig = field(default_factory=lambda: CameraOptimizerConfig(mode="off"))
     """Refine the camera poses while training: use it when poses are inexact and the images look doubled."""
+    exposure: bool = False
+    """Learn an affine map of colours for each training photograph: use it when exposure or white balance differs between
+    photographs and the scene gets haze and floaters that explain it. Held-out images are rendered without one, so read
+    cc_psnr, which this adds to evaluation."""
+    depth_weight: float = 0.0
+    """Weight in the loss of how far depths are from measured ones, as shares of a typical distance: from the capture's depth
+    maps, or without them from COLMAP's points where an image saw them. 0.1 suits captures whose surfaces have little
+    texture or few views. 0 does without, and with the slower steps that it takes."""
+    color_corrected_metrics: bool = False  # type: ignore[assignment]
+    """Also measure cc_psnr in evaluation: PSNR after the affine map of colours that fits each render best to its photograph."""
     lpips: bool = True
     """Also measure LPIPS in evaluation, if AlexNet's weights are in torch's cache; nothing is downloaded."""
 
@@ -135,7 +148,6 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
     max_gauss_ratio: Suppress[float] = 10.0
     use_bilateral_grid: Suppress[bool] = False
     grid_shape: Suppress[tuple[int, int, int]] = (16, 16, 8)
-    color_corrected_metrics: Suppress[bool] = False
     enable_collider: Suppress[bool] = False
     collider_params: Suppress[dict[str, float] | None] = None
     loss_coefficients: Suppress[dict[str, float]] = field(default_factory=dict)
@@ -156,6 +168,10 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
         if not 0 <= self.ssim_lambda <= 1:
             raise SystemExit(
                 f"mgpu-splat: --pipeline.model.ssim-lambda is {self.ssim_lambda}, it must be in 0 to 1."
+            )
+        if not 0 <= self.depth_weight < math.inf:
+            raise SystemExit(
+                f"mgpu-splat: --pipeline.model.depth-weight is {self.depth_weight}, it must be 0 or more."
             )
         if not 0 <= self.placement_tolerance < 0.5:
             raise SystemExit(
@@ -242,6 +258,11 @@ class MgpuSplatModel(SplatfactoModel):
         self.camera_optimizer: CameraOptimizer = config.camera_optimizer.setup(
             num_cameras=self.num_train_data, device=device
         )
+        self.exposure: Exposures | None = None
+        if config.exposure and not self.load_only:
+            from ns_mgpu_splat.splats.exposure import Exposures
+
+            self.exposure = Exposures(max(1, self.num_train_data), device)
         self.step = 0
         self.last_size = (1, 1)
         self.metrics_every = (
@@ -307,9 +328,11 @@ class MgpuSplatModel(SplatfactoModel):
     # ---- training -------------------------------------------------------------------------------------------------
 
     def get_param_groups(self) -> dict[str, list[Parameter]]:
-        """Nerfstudio's groups: the table's columns, and camera_opt where poses are refined."""
+        """Nerfstudio's groups: the table's columns, camera_opt where poses are refined, exposure where it is learned."""
         groups = {name: [self.gauss_params[name]] for name in kColumnOf}
         self.camera_optimizer.get_param_groups(param_groups=groups)
+        if self.exposure is not None:
+            groups["exposure"] = [self.exposure.maps]
         return groups
 
     def start_training(self, optimizer: Any, schedule_steps: int, seed: int) -> None:
@@ -383,6 +406,11 @@ class MgpuSplatModel(SplatfactoModel):
             self.strategy.post_step(self.table, self.optimizer, due)
         self._densify_due.clear()
 
+    @property
+    def _wants_depth(self) -> bool:
+        """Whether training steps render depth."""
+        return self.config.output_depth_during_training or self.config.depth_weight > 0
+
     def active_sh_degree(self) -> int:
         """The SH degree of the current step."""
         interval = self.config.sh_degree_interval
@@ -431,11 +459,11 @@ class MgpuSplatModel(SplatfactoModel):
             # what vanishes in size would vanish in opacity, too
             antialiased=self.config.rasterize_mode == "antialiased" and not look.points,
             sh_degree=0 if flat else min(look.sh_degree, self.active_sh_degree()),
-            depth=not self.training or self.config.output_depth_during_training,
+            depth=not self.training or self._wants_depth,
             optimizer=self.optimizer,
         )
         if self.training:
-            depth = out.depth if self.config.output_depth_during_training else None
+            depth = out.depth if self._wants_depth else None
             return {
                 "rgb": out.rgb,
                 "depth": depth,
@@ -514,21 +542,48 @@ class MgpuSplatModel(SplatfactoModel):
 
         target = self._target(batch, outputs["background"])
         mask = batch["mask"].to(self.device) if "mask" in batch else None
-        losses = {
-            "main_loss": l1_ssim_loss(outputs["rgb"], target, ssim_weight=self.config.ssim_lambda, mask=mask)
-        }
+        rgb = self._exposed(outputs["rgb"], batch)
+        losses = {"main_loss": l1_ssim_loss(rgb, target, ssim_weight=self.config.ssim_lambda, mask=mask)}
         if self.training:
+            if self.config.depth_weight > 0 and "depths" in batch:
+                losses["depth_loss"] = self.config.depth_weight * self._depth_loss(outputs, batch["depths"])
             self.camera_optimizer.get_loss_dict(losses)
         return losses
 
+    def _depth_loss(self, outputs: Mapping[str, Any], samples: DepthSamples) -> Tensor:
+        """Of a render in training against what was measured in its image."""
+        from ns_mgpu_splat.splats.loss import disparity_loss
+
+        pixels, depths, weights = (
+            torch.from_numpy(values).to(self.device)
+            for values in (samples.pixels, samples.depths, samples.weights)
+        )
+        return disparity_loss(
+            outputs["depth"], outputs["accumulation"], pixels, depths, weights, samples.typical
+        )
+
     def _target(self, batch: Mapping[str, Any], background: Tensor) -> Tensor:
-        """The photograph (H, W, 3) on `mgpu`: uint8 as it is, or float on the background where it has alpha."""
+        """The photograph (H, W, 3) on `mgpu`: uint8 as it is, or float on the background where it has alpha.
+
+        A rendered image goes through the exposure with its background, so that the photograph's goes, too.
+        """
         image = batch["image"].to(self.device)
         if image.shape[2] == 3:
             return image
+        if background.dim() == 1:
+            with torch.no_grad():
+                background = self._exposed(background[None, None], batch)[0, 0]
         image = image.float() / 255 if image.dtype == torch.uint8 else image
         alpha = image[..., 3:]
         return image[..., :3] * alpha + background * (1 - alpha)
+
+    def _exposed(self, rgb: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """In training: an image (H, W, 3) as its photograph's exposure has it, if that is learned."""
+        if not self.training or self.exposure is None:
+            return rgb
+        from ns_mgpu_splat.splats.exposure import expose
+
+        return expose(rgb.to(self.device), self.exposure.row(int(batch["image_idx"])))
 
     # ---- metrics --------------------------------------------------------------------------------------------------
 
@@ -538,9 +593,8 @@ class MgpuSplatModel(SplatfactoModel):
         if self.training and self.step % self.metrics_every:
             return metrics
         with torch.no_grad():
-            metrics["psnr"] = self._psnr(
-                outputs["rgb"].clamp(0, 1), self._target(batch, outputs["background"]), batch
-            )
+            rgb = self._exposed(outputs["rgb"], batch).clamp(0, 1)
+            metrics["psnr"] = self._psnr(rgb, self._target(batch, outputs["background"]), batch)
         for shard, used in enumerate(shard_memory()):
             metrics[f"memory_mib/shard_{shard}"] = used / 2**20
         metrics.update(self.partition_metrics())
@@ -576,13 +630,20 @@ class MgpuSplatModel(SplatfactoModel):
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Tensor]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """PSNR in dB, SSIM (images of 11 pixels a side and more), LPIPS (where its weights are), and both images."""
+        """PSNR in dB, SSIM (images of 11 pixels a side and more), LPIPS (where its weights are), and both images.
+
+        With `exposure` or `color_corrected_metrics` also "cc_psnr", PSNR after `color_corrected`.
+        """
         from ns_mgpu_splat.splats.loss import l1_ssim_loss
 
         rgb = outputs["rgb"]
         target = self._target(batch, outputs["background"])
         target = target.float() / 255 if target.dtype == torch.uint8 else target
         metrics = {"psnr": self._psnr(rgb, target, batch)}
+        if self.config.exposure or self.config.color_corrected_metrics:
+            from ns_mgpu_splat.splats.exposure import color_corrected
+
+            metrics["cc_psnr"] = self._psnr(color_corrected(rgb, target, batch.get("mask")), target, batch)
         if min(rgb.shape[:2]) >= kSsimWindow:
             metrics["ssim"] = 1 - float(l1_ssim_loss(rgb, target, ssim_weight=1.0))
         if self.config.lpips:
@@ -697,6 +758,17 @@ class MgpuSplatModel(SplatfactoModel):
                     f"The checkpoint refines {len(poses)} camera poses, the capture has {self.num_train_data} "
                     "training images. Use the capture it was trained on."
                 )
+
+        if self.exposure is not None:
+            maps = state_dict.get("exposure.maps")
+            if maps is not None and maps.shape != self.exposure.maps.shape:
+                raise CheckpointError(
+                    f"The checkpoint has exposures of {len(maps):,} photographs, the capture has {self.num_train_data:,} "
+                    "training images. Use the capture it was trained on."
+                )
+            if maps is not None:
+                with torch.no_grad():
+                    self.exposure.maps.copy_(maps)
 
     def update_to_step(self, step: int) -> None:
         """Continue as after this step: the SH degree follows."""

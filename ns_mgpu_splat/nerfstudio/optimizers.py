@@ -119,7 +119,7 @@ class SplatOptimizers(Optimizers):
         for name in param_groups:
             if name == kTable:
                 self.table.step(self.rates(step))
-            elif any(p.grad is not None for p in self.parameters[name]):
+            elif any(p.grad is not None or getattr(p, "rows", None) for p in self.parameters[name]):
                 self.optimizers[name].step()
 
     def scheduler_step_all(self, step: int) -> None:

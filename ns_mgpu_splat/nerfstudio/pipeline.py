@@ -57,6 +57,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         Pipeline.__init__(self)
         self.stop_wanted: Callable[[], bool] = lambda: False  # asked between images; the trainer sets its own
         self.config, self.test_mode, self.world_size = config, test_mode, world_size
+        config.datamanager.wants_depth = config.model.depth_weight > 0
         self.datamanager = config.datamanager.setup(
             device=device, test_mode=test_mode, world_size=world_size, local_rank=local_rank
         )

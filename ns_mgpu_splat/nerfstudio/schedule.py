@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from nerfstudio.configs.base_config import PrintableConfig
 from nerfstudio.engine.schedulers import Scheduler, SchedulerConfig
@@ -23,6 +24,21 @@ class ColumnRateConfig(PrintableConfig):
     lr: float = 1e-3
     """Learning rate of this column at the first step. That of the means is a share of the cameras' extent. Lower all of
     them if training diverges."""
+
+
+@dataclass
+class ExposureRateConfig(PrintableConfig):
+    """Adam's rate for the photographs' exposures."""
+
+    lr: float = 0.01
+    """Learning rate of gains and offsets at the first step in which a photograph is seen. Raise it where exposures differ by
+    more than a factor of two and a photograph is seen less than a hundred times."""
+
+    def setup(self, params: Any) -> Optimizer:
+        """The optimizer of `Exposures.maps`."""
+        from ns_mgpu_splat.splats.exposure import ExposureAdam
+
+        return ExposureAdam(params, lr=self.lr)
 
 
 @dataclass

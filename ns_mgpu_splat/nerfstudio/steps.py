@@ -61,6 +61,8 @@ def why_autograd(
     """What keeps steps from being native, in a few words; None if nothing does."""
     if model.config.output_depth_during_training:
         return "depth is wanted in training steps"
+    if model.config.depth_weight > 0:
+        return "depth is supervised"
     for mine, (standard, names) in zip(
         (model, pipeline, pipeline.datamanager, optimizers), kReplaced, strict=True
     ):
@@ -109,6 +111,7 @@ class NativeSteps:
 
     def __call__(self, every: dict[str, int], step: int) -> StepResult:
         """The step; `every` as in `autograd_step`."""
+        from ns_mgpu_splat.splats.exposure import expose
         from ns_mgpu_splat.splats.train import train_step
 
         model, optimizers = self.model, self.optimizers
@@ -123,8 +126,9 @@ class NativeSteps:
         found = self.data.train_image(step, index)
         background, target = model.background(), found.image
         if target.shape[2] != 3:
-            target = model._target({"image": target}, background.to(target.device))
+            target = model._target({"image": target, "image_idx": index}, background.to(target.device))
         shown = step % model.metrics_every == 0
+        exposure = None if model.exposure is None else model.exposure.row(index)
         report = train_step(
             model.table,
             optimizers.table,
@@ -139,7 +143,12 @@ class NativeSteps:
             viewmat_grads=self.refines,
             images=shown,
             accumulate=step % accumulates != accumulates - 1,
+            exposures=exposure,
         )
+        image = report.images.pop() if shown else None
+        if model.exposure is not None and exposure is not None and report.exposure_grads is not None:
+            image = None if image is None else expose(image, exposure.detach())  # before it is stepped
+            model.exposure.add_gradient(index, report.exposure_grads[0])
         poses: dict[str, torch.Tensor] = {}
         if self.refines:
             self._refine(view.viewmat, report.viewmat_grads, poses)
@@ -148,9 +157,9 @@ class NativeSteps:
         # figures are taken now and read later; the image goes back at once
         figures: dict[str, Any] = {"gaussian_count": model.num_points}
         error: torch.Tensor | None = None
-        if shown:
+        if image is not None:
             mask = None if found.mask is None else found.mask[..., None]
-            error = model._squared_error(report.images.pop().clamp_(0, 1), target, mask)
+            error = model._squared_error(image.clamp_(0, 1), target, mask)
             self._add_figures(figures, report.culled)
 
         def losses() -> dict[str, float]:

@@ -686,7 +686,8 @@ class MgpuSplatTrainer(Trainer):
             return
         writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict=metrics, step=self.step)
         ssim = f", SSIM {metrics['ssim']:.4f}" if "ssim" in metrics else ""
-        CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB{ssim}.")
+        corrected = f", {metrics['cc_psnr']:.2f} dB with corrected colours" if "cc_psnr" in metrics else ""
+        CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB{ssim}{corrected}.")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

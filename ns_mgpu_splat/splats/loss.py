@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from ns_mgpu_splat.device import native
 
+SOLID = 0.5  # share of light that must be stopped for a depth to count
+
 
 class _L1Ssim(torch.autograd.Function):
     """One native pass gives value and gradient; backward only scales the latter."""
@@ -46,6 +48,33 @@ def l1_ssim_loss(
     Raises: ValueError for a shape, dtype or device that does not fit; the message names it.
     """
     return _L1Ssim.apply(rgb.contiguous(), target.contiguous(), float(ssim_weight), loss_mask(mask))
+
+
+def disparity_loss(
+    depth: Tensor, accumulation: Tensor, pixels: Tensor, measured: Tensor, weights: Tensor, typical: float
+) -> Tensor:
+    """How far rendered depths are from measured ones: the weighted mean of |t / depth - t / measured|; a scalar.
+
+    t is a typical depth, so the loss has no unit: 0.01 is one per cent of that distance. It compares 1 / depth, since that
+    is what triangulation and most sensors know equally well near and far; by depth itself, a few points on the horizon would
+    outweigh everything else. Where less than half of the light is stopped there is no depth to speak of: such a pixel has no
+    gradient.
+
+    Args:
+        depth, accumulation: (H, W, 1) float32 as rendered (`Rendered`), world units; differentiable in the former.
+        pixels: (M,) int64, row * W + column; M may be 0: the loss is 0.
+        measured: (M,) float32, depth along the camera's z in world units, above 0.
+        weights: (M,) float32, how much each counts.
+        typical: t, above 0, world units; the median of what was measured, say.
+    """
+    if len(pixels) == 0:
+        return depth.sum() * 0
+    flat = depth.reshape(-1).index_select(0, pixels)
+    solid = accumulation.detach().reshape(-1).index_select(0, pixels) >= SOLID
+    found = torch.where(solid, flat, measured)
+    weights = weights * solid
+    difference = (1 / found - 1 / measured).abs() * typical
+    return (difference * weights).sum() / weights.sum().clamp_min(1e-12)
 
 
 def loss_mask(mask: Tensor | None) -> Tensor | None:

@@ -29,9 +29,13 @@ class TrainReport:
     images: list[Tensor]
     """(H, W, 3) float32 on `mgpu` for each camera, as rendered before the step; empty if they were not asked for."""
 
+    exposure_grads: Tensor | None
+    """(C, 3, 4) float32 on `mgpu`, dL/d(exposure) of each camera, 0 where it has none; None if no exposures were given."""
+
     def __init__(self, result: Any, viewmat_grads: Tensor | None) -> None:
         """From the native result."""
         self._result, self.viewmat_grads, self.images = result, viewmat_grads, result.take_images()
+        self.exposure_grads = result.dL_dexposures
 
     @cached_property
     def views(self) -> list[dict[str, float]]:
@@ -88,6 +92,7 @@ def train_step(
     viewmat_grads: bool = False,
     images: bool = False,
     accumulate: bool = False,
+    exposures: Tensor | Sequence[Tensor | None] | None = None,
 ) -> TrainReport:
     """Render `cameras`, compare with `targets`, go back, and take one step of `optimizer`.
 
@@ -106,6 +111,8 @@ def train_step(
         viewmat_grads: have `TrainReport.viewmat_grads`, for the poses' own optimizer; reading them makes the step wait.
         images: have `TrainReport.images`.
         accumulate: take no step yet: leave the gradients in `optimizer.pending`, for the next step.
+        exposures: (3, 4) on `mgpu` for each camera or None, what `expose` does to its image before it is compared. They are
+            not changed; have `TrainReport.exposure_grads` for their own optimizer.
     Returns: losses and, if asked, pose gradients.
     Raises: ValueError naming the argument and its shape.
     """
@@ -119,6 +126,8 @@ def train_step(
     targets = [targets] if isinstance(targets, Tensor) else list(targets)
     if masks is not None:
         masks = [loss_mask(mask) for mask in ([masks] if isinstance(masks, Tensor) else masks)]
+    if exposures is not None:
+        exposures = [exposures] if isinstance(exposures, Tensor) else list(exposures)
     result = native().train_step(
         table.columns(),
         optimizer.state(),
@@ -136,6 +145,7 @@ def train_step(
         images,
         *optimizer.step_arguments(),
         table.cells,
+        exposures or (),
     )
     if accumulate:
         optimizer.pending.append(result.frame)

@@ -52,6 +52,7 @@ def last(models: Path) -> dict:
         pytest.param([f"{MODEL}half", True], id="half"),
         pytest.param([f"{MODEL}half", True, *CLONE], id="half, clone and split"),
         pytest.param([*ORDER, f"{MODEL}camera-optimizer.mode", "SO3xR3"], id="reordered, refined poses"),
+        pytest.param([f"{MODEL}exposure", True], id="exposures"),
     ],
 )
 def test_a_run_in_three_pieces_is_the_run_in_one(

@@ -216,11 +216,14 @@ def test_native_steps_make_the_run_of_autograd(nerfstudio_folder: scene.Scene, t
     depth = ["--pipeline.model.output-depth-during-training", "True"]
     base = [*OPTIONS, "--max-num-iterations", 25]
     poses = ["--pipeline.model.camera-optimizer.mode", "SO3xR3"]
+    exposure = ["--pipeline.model.exposure", True]
     kinds: dict[str, list[object]] = {
         "plain": ["--data", nerfstudio_folder.root],
         "masked": ["--data", masked.root],
         "clear": ["--data", clear.root, "--pipeline.model.rasterize-mode", "antialiased"],
         "poses": ["--data", nerfstudio_folder.root, *poses],
+        "exposed": ["--data", masked.root, *exposure],
+        "exposed and clear": ["--data", clear.root, *exposure],
     }
     runs = [
         [*base, *options, "--timestamp", f"{kind}-{way}", *(depth if way == "autograd" else [])]
@@ -242,6 +245,10 @@ def test_native_steps_make_the_run_of_autograd(nerfstudio_folder: scene.Scene, t
             key = "_model.camera_optimizer.pose_adjustment"
             assert native["pipeline"][key].abs().max() > 0
             assert torch.allclose(native["pipeline"][key], autograd["pipeline"][key], atol=1e-6)
+        if "exposed" in kind:
+            key = "_model.exposure.maps"
+            assert (native["pipeline"][key] - torch.eye(3, 4)).abs().max() > 0.01, kind
+            assert torch.equal(native["pipeline"][key], autograd["pipeline"][key]), kind
 
 
 def test_odd_input_trains(tmp_path: Path) -> None:
