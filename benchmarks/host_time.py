@@ -76,7 +76,7 @@ class NoStep:
         first, last: calls' (time, processor time of this thread), in seconds; calls: how many there were.
     """
 
-    frame = dL_dviewmats = None
+    frame = dL_dviewmats = dL_dexposures = None
     report: dict[str, float] = {"rows_seen": 0, "mean_opacity": 0.0, "mean_scale": 0.0}  # noqa: RUF012
     culled: dict[str, list[int]] = {"cells": [0], "cells_kept": [0], "candidates": [0]}  # noqa: RUF012
 

@@ -269,9 +269,7 @@ class MgpuSplatModel(SplatfactoModel):
             10  # the trainer sets its own: an image is compared only where the numbers are shown
         )
         self.crop_box: OrientedBox | None = None
-        self.background_color = torch.zeros(3)
-        if config.background_color == "white":
-            self.background_color = torch.ones(3)
+        self.background_color = torch.ones(3) if config.background_color == "white" else torch.zeros(3)
         self._viewer_background = self.background_color
         self._lpips: _Lpips | None = None
         self._error_shown = ""
@@ -418,12 +416,16 @@ class MgpuSplatModel(SplatfactoModel):
 
     def background(self) -> Tensor:
         """Colour (3,) behind everything, on the host. Random colours depend on the step alone."""
-        if not self.training and _in_viewer():
-            return self._viewer_background
-        if not self.training or self.config.background_color not in ("auto", "random"):
-            return self.background_color
-        draw = random.Random(self.step)  # cheaper to seed than numpy's or torch's
-        return torch.tensor([draw.random(), draw.random(), draw.random()])
+        if self.training:
+            return torch.tensor(self.step_background())
+        return self._viewer_background if _in_viewer() else self.background_color
+
+    def step_background(self) -> tuple[float, float, float]:
+        """The colour of `background()` in a training step, without a tensor."""
+        if self.config.background_color in ("auto", "random"):
+            draw = random.Random(self.step)  # cheaper to seed than numpy's or torch's
+            return draw.random(), draw.random(), draw.random()
+        return (1.0, 1.0, 1.0) if self.config.background_color == "white" else (0.0, 0.0, 0.0)
 
     def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:  # type: ignore[override]
         """Render one camera.
@@ -619,8 +621,8 @@ class MgpuSplatModel(SplatfactoModel):
     @staticmethod
     def _squared_error(rgb: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         """Mean squared error of images (H, W, 3), over the pixels of a mask (H, W, 1); on the device, not waited for."""
-        target = target.float() / 255 if target.dtype == torch.uint8 else target
-        squared = (rgb - target) ** 2
+        target = target / 255 if target.dtype == torch.uint8 else target
+        squared = (rgb - target).square_()
         if mask is None:
             return squared.mean()
         mask = mask.to(rgb.device).float()

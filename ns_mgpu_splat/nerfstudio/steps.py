@@ -23,7 +23,10 @@ from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
 kReplaced: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         MgpuSplatModel,
-        ("get_outputs", "get_loss_dict", "get_metrics_dict", "_render", "_camera", "_target", "forward"),
+        (
+            *("get_outputs", "get_loss_dict", "get_metrics_dict", "_render", "_camera", "_target", "forward"),
+            "background",
+        ),
     ),
     (MgpuSplatPipeline, ("get_train_loss_dict",)),
     (MgpuSplatDatamanager, ("next_train", "train_index")),
@@ -96,6 +99,7 @@ class NativeSteps:
     def __init__(self, pipeline: MgpuSplatPipeline, optimizers: SplatOptimizers) -> None:
         self.model, self.data, self.optimizers = pipeline.model, pipeline.datamanager, optimizers
         self.refines = self.model.config.camera_optimizer.mode != "off"
+        self.others = [group for group in optimizers.parameters if group != kTable]
         self._cameras: dict[int, Any] = {}
 
     def camera(self, index: int) -> Any:
@@ -114,19 +118,20 @@ class NativeSteps:
         from ns_mgpu_splat.splats.exposure import expose
         from ns_mgpu_splat.splats.train import train_step
 
-        model, optimizers = self.model, self.optimizers
-        others = [group for group in optimizers.parameters if group != kTable]
+        model, optimizers, others = self.model, self.optimizers, self.others
         accumulates = every[kTable]
         if step % accumulates == 0:
             optimizers.table.zero_pending()
-        optimizers.zero_grad_some([g for g in others if step % every[g] == 0])
+        if others:
+            optimizers.zero_grad_some([g for g in others if step % every[g] == 0])
 
         index = self.data.train_index(step)
         view = self.camera(index)
         found = self.data.train_image(step, index)
-        background, target = model.background(), found.image
+        background, target = model.step_background(), found.image
         if target.shape[2] != 3:
-            target = model._target({"image": target, "image_idx": index}, background.to(target.device))
+            behind = torch.tensor(background, device=target.device)
+            target = model._target({"image": target, "image_idx": index}, behind)
         shown = step % model.metrics_every == 0
         exposure = None if model.exposure is None else model.exposure.row(index)
         report = train_step(
@@ -152,8 +157,9 @@ class NativeSteps:
         poses: dict[str, torch.Tensor] = {}
         if self.refines:
             self._refine(view.viewmat, report.viewmat_grads, poses)
-        optimizers.step_some([g for g in others if step % every[g] == every[g] - 1], step)
-        optimizers.scheduler_step_all(step)
+        if others:
+            optimizers.step_some([g for g in others if step % every[g] == every[g] - 1], step)
+            optimizers.scheduler_step_all(step)
         # figures are taken now and read later; the image goes back at once
         figures: dict[str, Any] = {"gaussian_count": model.num_points}
         error: torch.Tensor | None = None

@@ -553,6 +553,8 @@ class MgpuSplatTrainer(Trainer):
         write_out()
 
     def _update_viewer_state(self, step: int) -> None:
+        if self.viewer_state is None:
+            return
         if hasattr(self.viewer_state, "control_panel"):  # not the legacy viewer
             self._pictures.hurry(
                 self.viewer_state, step, self.pipeline.model.picture_seconds, time.perf_counter()
@@ -582,7 +584,8 @@ class MgpuSplatTrainer(Trainer):
 
     def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:
-            callback.run_callback_at_location(step, location=location)
+            if location in callback.where_to_run:
+                callback.run_callback(step)
 
     def train_iteration(self, step: int) -> StepResult:  # type: ignore[override]
         """Forward, backward and optimizer step."""
@@ -620,13 +623,10 @@ class MgpuSplatTrainer(Trainer):
 
     def _evaluates_at(self, step: int) -> bool:
         config = self.config
-        return any(
-            step_check(step, every)
-            for every in (
-                config.steps_per_eval_batch,
-                config.steps_per_eval_image,
-                config.steps_per_eval_all_images,
-            )
+        return (
+            step_check(step, config.steps_per_eval_image)
+            or step_check(step, config.steps_per_eval_all_images)
+            or step_check(step, config.steps_per_eval_batch)
         )
 
     @contextmanager
