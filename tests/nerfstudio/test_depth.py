@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import scene
+import torch
 from nerfstudio_tools import train_many
 
 MODEL = "--pipeline.model."
@@ -52,6 +55,45 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> scene.Scene:
         frame["depth_file_path"] = f"depths/{name}.npy"
     (root / "transforms.json").write_text(json.dumps(meta))
     return made
+
+
+def depth_error(measured: scene.Scene, weight: float) -> float:
+    """Mean relative error of depths in held-out views, after 120 steps from random points."""
+    from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+    from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
+
+    config: Any = copy.deepcopy(mgpu_splat.config)
+    config.pipeline.datamanager.data = measured.root
+    config.pipeline.datamanager.dataparser.num_random_points = 2000
+    for name, value in (("sh_degree", 0), ("background_color", "black"), ("depth_weight", weight)):
+        setattr(config.pipeline.model, name, value)
+    pipeline = config.pipeline.setup(device="mgpu")
+    model, data = pipeline.model, pipeline.datamanager
+    optimizers = SplatOptimizers(config.optimizers, pipeline.get_param_groups(), model, 120, 0)
+    model.start_training(optimizers.table, 120, 0)
+    pipeline.train()
+    for step in range(120):
+        model.step = step
+        optimizers.zero_grad_all()
+        _, losses, _ = pipeline.get_train_loss_dict(step)
+        assert ("depth_loss" in losses) == (weight > 0)
+        torch.stack(list(losses.values())).sum().backward()
+        optimizers.step_some(["splats"], step)
+    pipeline.eval()
+    optimizers.flush()
+    errors = []
+    for camera, batch in data.fixed_indices_eval_dataloader:
+        name = Path(data.eval_dataset.image_filenames[batch["image_idx"]]).name
+        truth = depth_map(measured, measured.poses[measured.names.index(name)])
+        truth = truth * data.train_dataparser_outputs.dataparser_scale
+        found = model.get_outputs_for_camera(camera)["depth"][..., 0].cpu().numpy()
+        errors.append(np.abs(found[truth > 0] / truth[truth > 0] - 1).mean())
+    return float(np.mean(errors))
+
+
+def test_depth_maps_put_the_scene_where_it_is(measured: scene.Scene) -> None:
+    """In views that were neither photographed nor measured in training."""
+    assert depth_error(measured, 0.5) < 0.5 * depth_error(measured, 0.0)
 
 
 def write_tracks(made: scene.Scene) -> None:
