@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ns_mgpu_splat.data import colmap
-from ns_mgpu_splat.data.checks import DatasetError, shown
+from ns_mgpu_splat.data.checks import DatasetError, is_file, shown
 from ns_mgpu_splat.data.images import ImageError, probe
 from ns_mgpu_splat.data.lens import Lens
 
@@ -170,8 +170,8 @@ def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
     path = Path.cwd() if path == Path() else path
     if not path.exists():
         raise DatasetError(f"{path} does not exist. Give the folder of a capture with --data.")
-    if path.is_file():
-        if path.suffix != ".json":
+    if not path.is_dir():
+        if path.suffix != ".json" or not path.is_file():
             raise DatasetError(f"{path} is a file. Give the folder of a capture, or its transforms.json.")
         return path
     if (path / "transforms.json").is_file() and colmap_path is None:
@@ -265,7 +265,7 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
 def _mask_of(image: Path) -> Path:
     """The mask of a.jpg: a.jpg.png as COLMAP has it, else a.png."""
     colmaps = image.with_name(image.name + ".png")
-    return colmaps if colmaps.is_file() else image.with_suffix(".png")
+    return colmaps if is_file(colmaps) else image.with_suffix(".png")
 
 
 def _colmap_notes(root: Path, folder: Path, images_dir: Path, count: int) -> list[str]:
@@ -338,7 +338,7 @@ def _read_transforms(path: Path) -> Capture:
     if meta.get("ply_file_path"):
         with _collected(problems):
             seed = _path(meta["ply_file_path"], root, f"{path}: ply_file_path")
-        if seed is not None and not seed.is_file():
+        if seed is not None and not is_file(seed):
             problems.append(
                 f"{seed} is missing, but {path.name} names it in ply_file_path. Restore it, or remove the entry to "
                 "start from random points."
@@ -474,10 +474,10 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         raise DatasetError(f"{path}: {label} ({name}) has no transform_matrix. Add it, or remove the frame.")
     pose = _matrix(entry["transform_matrix"], (4, 4), f"{path}: transform_matrix of {label} ({name})")
     image = root / name
-    if "\\" in name and not image.exists():  # written on Windows
+    if "\\" in name and not is_file(image):  # written on Windows
         image = root / name.replace("\\", "/")
-    if not image.suffix and not image.exists():  # NeRF's synthetic scenes leave the suffix out
-        image = next((p for p in (image.with_suffix(s) for s in (".png", ".jpg")) if p.exists()), image)
+    if not image.suffix and not is_file(image):  # NeRF's synthetic scenes leave the suffix out
+        image = next((p for p in (image.with_suffix(s) for s in (".png", ".jpg")) if is_file(p)), image)
     width, height = value("w"), value("h")
     if width is None or height is None:
         try:

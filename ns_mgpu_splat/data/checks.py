@@ -28,6 +28,11 @@ kSkip = "--pipeline.datamanager.on-bad-image skip"
 kFixHint = f"Restore the file, or leave such frames out with {kSkip}"
 kHeaderThreads = 16  # they wait for the disk, not for each other
 
+kLongestName = 4000  # letters of a path
+kLongFocus, kShortFocus = (
+    1e6,
+    1e-3,
+)  # focal lengths in widths and heights of the image: beyond, nothing can be told apart
 kFarthest = 1e12  # units from the origin: beyond, a single pose flattens all others
 
 
@@ -35,13 +40,26 @@ class DatasetError(Exception):
     """A capture that cannot be used. `str()` is what the user reads: one sentence, or a list of them."""
 
     def __init__(self, problems: str | Iterable[str], root: Path | None = None) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [printable(p) for p in ([problems] if isinstance(problems, str) else problems)]
         where = f" with {root}" if root is not None else ""
         if len(self.problems) == 1:
             text = self.problems[0]
         else:
             text = f"{len(self.problems)} problems{where}:\n" + "\n".join(f"  - {p}" for p in self.problems)
         super().__init__(text)
+
+
+def printable(text: str) -> str:
+    """A text whose control characters and halves of characters, as damaged files have them, are written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. A name that no file can have is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 @dataclass
@@ -96,6 +114,16 @@ def check_pose(frame: Frame, source: Path) -> str | None:
         )
     if frame.width < 1 or frame.height < 1:
         return f"{source.name}: {name} has the image size {frame.width}x{frame.height}. Correct it there."
+    shares = (frame.fx / frame.width, frame.fy / frame.height)
+    if (
+        max(*shares, abs(frame.cx) / frame.width, abs(frame.cy) / frame.height) > kLongFocus
+        or min(shares) < kShortFocus
+    ):
+        return (
+            f"{source.name}: {name} has the focal lengths {frame.fx:g}, {frame.fy:g} and the principal point {frame.cx:g}, "
+            f"{frame.cy:g}, which no camera has whose images are {frame.width}x{frame.height}. They are in pixels. Correct "
+            "them there."
+        )
     camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
     reason = why_no_pinhole(camera, frame.lens)
     if reason is not None:
@@ -152,10 +180,14 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
 
 
 def _header(path: Path, file: str, where: str, role: str, problems: list[str]) -> images.ImageInfo | None:
-    if not path.is_file():
+    if not is_file(path):
         similar = _similar(path)
         hint = f"{similar.name} is there: rename it, or correct the name" if similar else kFixHint
-        if path.is_dir():
+        if len(file) > kLongestName:
+            problems.append(
+                f"{file[:kLongestName]}... is no name that a file can have, but {where} names it{role}."
+            )
+        elif path.is_dir():
             problems.append(f"{file} is a folder, but {where} names it{role}. {hint}.")
         else:
             problems.append(f"{file} is missing, but {where} names it{role}. {hint}.")

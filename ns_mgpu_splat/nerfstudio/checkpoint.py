@@ -322,8 +322,17 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Path, int]:
-    """Stand-in for Nerfstudio's function of this name: same result, but one sentence where it fails."""
+    """Stand-in for Nerfstudio's function of this name: same result, but one sentence where it fails.
+
+    A run whose folder was moved is read where its config.yml is now.
+    """
+    from ns_mgpu_splat.nerfstudio.tools import moved_folder
+
     assert config.load_dir is not None
+    moved = moved_folder(config)
+    if moved is not None:
+        config.get_base_dir = lambda: moved  # type: ignore[method-assign]  # the viewer's log goes there, too
+        config.load_dir = config.get_checkpoint_dir()
     try:
         path = find(Path(config.load_dir), config.load_step)
         state = read(path)

@@ -11,11 +11,13 @@ from nerfstudio.engine.optimizers import AdamOptimizerConfig
 from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
+from ns_mgpu_splat.nerfstudio import tools
 from ns_mgpu_splat.nerfstudio.schedule import ColumnRateConfig, DecayConfig, ExposureRateConfig
 from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainerConfig
 from ns_mgpu_splat.quiet import hide_future_warnings
 
 hide_future_warnings()
+tools.watch()
 
 
 def _column(rate: float, final: float | None = None) -> dict[str, object]:

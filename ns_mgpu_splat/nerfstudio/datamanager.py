@@ -8,6 +8,7 @@ device of the model.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,13 +39,14 @@ from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import is_initialized, native
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
 from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed, kAhead
+from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 
 kMostThreads = 16  # that decode by themselves: beyond, memory and disk are the limit
 kAheadShare = 4  # at most this part of the image cache is on its way
 
 
 @dataclass
-class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
+class MgpuSplatDatamanagerConfig(FillsIn, FullImageDatamanagerConfig):
     """Where images come from and how many of them stay in memory."""
 
     _target: type = field(default_factory=lambda: MgpuSplatDatamanager)
@@ -78,6 +80,22 @@ class MgpuSplatDatamanagerConfig(FullImageDatamanagerConfig):
     fps_reset_every: Suppress[int] = 100
     masks_on_gpu: Suppress[bool] = False
     images_on_gpu: Suppress[bool] = False
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Exit with one sentence if an option is impossible."""
+        for option, value, least in (
+            ("image-cache-gib", self.image_cache_gib, 0),
+            ("device-cache-gib", self.device_cache_gib, 0),
+            ("max-thread-workers", self.max_thread_workers, 1),
+            ("train-cameras-sampling-seed", self.train_cameras_sampling_seed, 0),
+        ):
+            if value is not None and not least <= value < math.inf:
+                raise SystemExit(
+                    f"mgpu-splat: --pipeline.datamanager.{option} is {value}, it must be at least {least}."
+                )
 
 
 @dataclass
@@ -247,7 +265,8 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             self.train_dataset = self.create_train_dataset()
             self.eval_dataset = self.create_eval_dataset()
         except DatasetError as error:
-            raise SystemExit(f"mgpu-splat: {error}") from None
+            moved = "" if test_mode == "val" else self._where_it_was()
+            raise SystemExit(f"mgpu-splat: {error}{moved}") from None
         self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
         self._feed: ImageFeed | None = None
         # how to get the measured depths of each training image, and those that were wanted already
@@ -255,6 +274,17 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         self._measured: dict[int, DepthSamples] = {}
         self._next_eval = 0
         DataManager.__init__(self)
+
+    def _where_it_was(self) -> str:
+        """For a tool that opens a run whose photographs are gone: it has no --data."""
+        data = self.config.data
+        if data is None or data.exists():
+            return ""
+        where = "" if data.is_absolute() else f" (seen from {Path.cwd()})"
+        return (
+            f" That is where the photographs of this run were{where}: put them back, or leave a link there with `ln -s`. "
+            "mgpu-splat-export and mgpu-splat-info need none."
+        )
 
     def _workers(self) -> int:
         return self.config.max_thread_workers or min(kMostThreads, len(os.sched_getaffinity(0)))

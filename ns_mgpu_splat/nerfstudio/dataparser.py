@@ -29,10 +29,18 @@ from rich.progress import Progress, TaskID
 from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.capture import Capture, Frame, merged, read_capture
-from ns_mgpu_splat.data.checks import DatasetError, Level, check_points, find_bad_frames, usable_points
+from ns_mgpu_splat.data.checks import (
+    DatasetError,
+    Level,
+    check_points,
+    find_bad_frames,
+    printable,
+    usable_points,
+)
 from ns_mgpu_splat.data.depth import DepthSamples, samples_from_map, samples_from_points
 from ns_mgpu_splat.data.images import ImageSource
 from ns_mgpu_splat.data.lens import Pinhole, undistorted_pinhole
+from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 
 # Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
 # above, only headers and file endings are read.
@@ -40,7 +48,7 @@ kDecodePixels = 2_000_000_000
 
 
 @dataclass
-class MgpuSplatDataParserConfig(DataParserConfig):
+class MgpuSplatDataParserConfig(FillsIn, DataParserConfig):
     """A folder with transforms.json, or with images and sparse/0: which one is seen by looking."""
 
     _target: type = field(default_factory=lambda: MgpuSplatDataParser)
@@ -221,9 +229,16 @@ class MgpuSplatDataParser(DataParser):
             capture.frames = [f for i, f in enumerate(capture.frames) if i not in lost]
             CONSOLE.print(f"[bold yellow]{left_out:,} of {total:,} frames are left out:[/bold yellow]")
             for sentence in unusable:
-                CONSOLE.print(f"  - {sentence}", markup=False, highlight=False)
+                CONSOLE.print(f"  - {printable(sentence)}", markup=False, highlight=False)
+        lists = capture.listed_split
+        both = lists.get("train", set()) & (lists.get("val", set()) | lists.get("test", set()))
+        if both and level != "none" and config.eval_mode == "auto":
+            capture.notes.append(
+                f"{len(both):,} images are listed to be trained on and to be held out: what is measured on them tells nothing "
+                "about other views."
+            )
         for note in capture.notes:
-            CONSOLE.print(f"[yellow]{escape(note)}", highlight=False)
+            CONSOLE.print(f"[yellow]{escape(printable(note))}", highlight=False)
         self._capture = capture
         return capture
 
@@ -458,7 +473,12 @@ def split_members(capture: Capture, config: MgpuSplatDataParserConfig, split: st
             chosen = lists.get(split, lists.get(other, {f.image for f in capture.frames} - chosen))
         members = [i for i in everything if capture.frames[i].image in chosen]
         if split == "train" and not members:
-            raise DatasetError(f"{capture.source} lists no image to train on. Correct train_filenames there.")
+            raise DatasetError(
+                f"{capture.root}: train_list.txt, validation_list.txt and test_list.txt leave no image with a pose to train on. "
+                "Correct them."
+                if capture.layout == "colmap"
+                else f"{capture.source} lists no image to train on. Correct train_filenames there."
+            )
         return members
     if mode == "auto":
         mode = "interval" if capture.layout == "colmap" else "fraction"

@@ -74,6 +74,9 @@ def main() -> None:
         print(Path(__file__).with_name("without_mesh_tools"))
         return
     make_mesh_tools_optional()
+    from ns_mgpu_splat.nerfstudio import tools
+
+    tools.watch("ns-export")
     from nerfstudio.scripts.exporter import entrypoint
 
     entrypoint()

@@ -37,6 +37,7 @@ from tyro.conf import Suppress
 from ns_mgpu_splat.nerfstudio.device import shard_memory, shard_names, start_device
 from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
+from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 
 if TYPE_CHECKING:
     from ns_mgpu_splat.data.depth import DepthSamples
@@ -50,7 +51,7 @@ kLpipsWeights = "alexnet-owt-7be5be79.pth"
 
 
 @dataclass
-class MgpuSplatModelConfig(SplatfactoModelConfig):
+class MgpuSplatModelConfig(FillsIn, SplatfactoModelConfig):
     """How many Gaussians, how they grow, and how they are rendered."""
 
     _target: type = field(default_factory=lambda: MgpuSplatModel)
@@ -182,10 +183,20 @@ class MgpuSplatModelConfig(SplatfactoModelConfig):
             raise SystemExit(
                 f"mgpu-splat: --pipeline.model.reorder-decay is {self.reorder_decay}, it must be above 1, or 0 to never sort."
             )
-        if self.grow_factor < 1:
-            raise SystemExit(
-                f"mgpu-splat: --pipeline.model.grow-factor is {self.grow_factor}, it must be 1 or more."
-            )
+        for option, value, wanted, fits in (
+            ("refine-every", self.refine_every, "at least 1", self.refine_every >= 1),
+            ("grow-factor", self.grow_factor, "1 or more", 1 <= self.grow_factor < math.inf),
+            ("min-opacity", self.min_opacity, "between 0 and 1", 0 < self.min_opacity < 1),
+            ("noise-lr", self.noise_lr, "0 or more", 0 <= self.noise_lr < math.inf),
+            ("opacity-reg", self.opacity_reg, "0 or more", 0 <= self.opacity_reg < math.inf),
+            ("scale-reg", self.scale_reg, "0 or more", 0 <= self.scale_reg < math.inf),
+            ("densify-grad-thresh", self.densify_grad_thresh, "0 or more", 0 <= self.densify_grad_thresh < math.inf),
+            ("densify-size-thresh", self.densify_size_thresh, "0 or more", 0 <= self.densify_size_thresh < math.inf),
+            ("cull-alpha-thresh", self.cull_alpha_thresh, "above 0 and below 0.5", 0 < self.cull_alpha_thresh < 0.5),
+            ("reset-alpha-every", self.reset_alpha_every, "at least 1", self.reset_alpha_every >= 1),
+        ):  # fmt: skip
+            if not fits:
+                raise SystemExit(f"mgpu-splat: --pipeline.model.{option} is {value}, it must be {wanted}.")
 
 
 def psnr_of(squared_error: float) -> float:
@@ -846,8 +857,9 @@ class _Lpips:
         weights = Path(torch.hub.get_dir()) / "checkpoints" / kLpipsWeights
         if not weights.is_file():
             CONSOLE.print(
-                f"LPIPS is left out: {weights} is not there. Put AlexNet's weights there to have it "
-                f"(https://download.pytorch.org/models/{kLpipsWeights})."
+                "PSNR and SSIM are measured; LPIPS is not, as its network is not on this machine. To have it: "
+                f"wget -P {weights.parent} https://download.pytorch.org/models/{kLpipsWeights}",
+                soft_wrap=True,
             )
             return
         from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity

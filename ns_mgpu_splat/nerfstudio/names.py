@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nerfstudio's names of a splat table's columns, in the order of its optimizer groups."""
+"""Words that several files here share: Nerfstudio's names of a splat table's columns, in the order of its optimizer groups."""
 
 kColumnOf = {
     "means": "means",
@@ -9,3 +9,5 @@ kColumnOf = {
     "features_rest": "shN",
     "opacities": "opacities",
 }
+
+kNoLegacyViewer = "--vis viewer_legacy shows no splats. Leave it out: the usual viewer does (docs/viewer.md)."

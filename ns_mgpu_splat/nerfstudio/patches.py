@@ -3,6 +3,7 @@
 
 Each patch leaves other methods' behaviour as it is:
 - the viewer no longer sends all Gaussians to the browser as a hidden point cloud (viewer.py:282);
+- the legacy viewer, which cannot show splats of ours, is refused in a sentence;
 - `ns-export gaussian-splat` writes its file with numpy instead of a Python loop over numbers (exporter.py:583);
 - the tools open checkpoints with our reader, which says in a sentence what is wrong with one (eval_utils.py:24);
 - tensorboard takes the checksums of its files with NumPy (record_writer.py:42), instead of holding training up after a picture.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import wraps
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from ns_mgpu_splat.nerfstudio.names import kNoLegacyViewer
 from ns_mgpu_splat.splats.targets import check_room, whole_file, writable_target
 
 kRowsAtOnce = 1 << 15
@@ -25,6 +28,7 @@ kRowsAtOnce = 1 << 15
 def apply() -> None:
     """Apply all patches; again is harmless."""
     _patch_viewer()
+    _patch_legacy_viewer()
     _patch_exporter()
     _patch_loader()
     _patch_checksums()
@@ -50,6 +54,26 @@ def _patch_viewer() -> None:
     if viewer is None:
         import nerfstudio.viewer.viewer as viewer  # type: ignore[no-redef]
     viewer.SplatfactoModel = SplatfactoModelWithPoints  # type: ignore[union-attr]
+
+
+def _patch_legacy_viewer() -> None:
+    from nerfstudio.viewer_legacy.server.viewer_state import ViewerLegacyState
+
+    original = ViewerLegacyState.__init__
+    if hasattr(original, "refuses"):
+        return
+
+    @wraps(original)
+    def refuse(self: ViewerLegacyState, *arguments: Any, **options: Any) -> None:
+        from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
+
+        pipeline = options.get("pipeline", next(iter(arguments[3:]), None))
+        if isinstance(getattr(pipeline, "model", None), MgpuSplatModel):
+            raise SystemExit(f"mgpu-splat: {kNoLegacyViewer}")
+        original(self, *arguments, **options)
+
+    refuse.refuses = True  # type: ignore[attr-defined]
+    ViewerLegacyState.__init__ = refuse  # type: ignore[method-assign]
 
 
 def _patch_exporter() -> None:

@@ -20,10 +20,11 @@ from ns_mgpu_splat.nerfstudio import preflight
 from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager, MgpuSplatDatamanagerConfig
 from ns_mgpu_splat.nerfstudio.device import start_device
 from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, MgpuSplatModelConfig
+from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 
 
 @dataclass
-class MgpuSplatPipelineConfig(VanillaPipelineConfig):
+class MgpuSplatPipelineConfig(FillsIn, VanillaPipelineConfig):
     """The data and the model."""
 
     _target: type = field(default_factory=lambda: MgpuSplatPipeline)

@@ -9,8 +9,9 @@ wins over either; Nerfstudio alone would let a `config.yml` replace all of it, `
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -93,11 +94,43 @@ def _apply(config: Any, defaults: Any, options: dict[str, Any], path: Path, pref
         current, default = _get(config, name), _get(defaults, name)
         if isinstance(value, dict) and (dataclasses.is_dataclass(current) or isinstance(current, dict)):
             _apply(current, default, value, path, f"{where}.")
+        elif not _fits(value, _kind(config, name)):
+            raise SystemExit(
+                f"mgpu-splat: {path} sets {where} to {value!r}, which it cannot be. See ns-train mgpu-splat --help."
+            )
         elif current == default:
-            _set(config, name, Path(value) if isinstance(current, Path) else value)
+            wants_path = isinstance(value, str) and _fits(Path(), _kind(config, name))
+            _set(config, name, Path(value) if wants_path else value)
     check = getattr(config, "check", None)
     if check is not None:
         check()
+
+
+def _kind(holder: Any, name: str) -> Any:
+    """The type that an option is declared with."""
+    return Any if isinstance(holder, dict) else get_type_hints(type(holder)).get(name, Any)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of a YAML file may be one of a declared type."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inside)
+    if origin is Literal:
+        return any(value == each and type(value) is type(each) for each in inside)
+    if origin in (tuple, list):
+        return isinstance(value, (tuple, list))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(kind, type) and issubclass(kind, PurePath):
+        return isinstance(value, (str, PurePath))
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if kind in (None, type(None)):
+        return value is None
+    return not dataclasses.is_dataclass(kind)
 
 
 def _get(holder: Any, name: str) -> Any:

@@ -64,7 +64,7 @@ class SavedRun:
 
 def open_run(config: Path) -> SavedRun:
     """Open the run of a config.yml. Its folder may have been moved. Raises RunError, CheckpointError."""
-    options = _read_options(config)
+    options = read_options(config)
     models = _dig(options, "relative_model_dir")
     folder = config.parent / (Path(*models) if isinstance(models, list) and models else "nerfstudio_models")
     path = checkpoint.find(folder)
@@ -86,7 +86,8 @@ def _columns(pipeline: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _read_options(config: Path) -> dict[str, Any]:
+def read_options(config: Path) -> dict[str, Any]:
+    """A config.yml as plain data. Raises RunError if it is none of a run."""
     if config.is_dir():
         inside = config / "config.yml"
         hint = f"Give --load-config {inside}." if inside.is_file() else "Give the config.yml of a run in it."

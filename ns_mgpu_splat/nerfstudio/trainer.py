@@ -40,6 +40,8 @@ from ns_mgpu_splat.nerfstudio import checkpoint, preflight
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
 from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
+from ns_mgpu_splat.nerfstudio.names import kNoLegacyViewer
+from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline, MgpuSplatPipelineConfig
@@ -50,13 +52,25 @@ from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_ste
 kRatesEvery = (
     10  # of the steps that are logged: learning rates change slowly, and a number takes tensorboard 60 us
 )
+kCheckRowsEvery = 500  # steps; reads 44 bytes a Gaussian and waits for the device
+kServices = {  # of --vis: the package, and what to do about it
+    "wandb": ("wandb", "Run `wandb login`, set WANDB_MODE=offline"),
+    "comet": ("comet_ml", "Set COMET_API_KEY"),
+}
+kWrittenAtStart = (
+    "config.yml",
+    "dataparser_transforms.json",
+    "events.out.tfevents.*",
+    "viewer_log_filename.txt",
+    ".step-*.ckpt.*",
+)
 # Numbers of steps are read from the device and written out after so many seconds, or when there are those of so many steps:
 # tensorboard's writer lets the training loop wait if it is handed more than ten at once.
 kWriteEvery, kWriteTogether = 0.25, 8
 
 
 @dataclass
-class MgpuMachineConfig(MachineConfig):
+class MgpuMachineConfig(FillsIn, MachineConfig):
     """The machine. Its GPUs are chosen with the environment variable MGPU_DEVICES."""
 
     seed: int = 42
@@ -71,7 +85,7 @@ class MgpuMachineConfig(MachineConfig):
 
 
 @dataclass
-class MgpuLoggingConfig(LoggingConfig):
+class MgpuLoggingConfig(FillsIn, LoggingConfig):
     """What is written down while training."""
 
     local_writer: ProgressWriterConfig = field(default_factory=ProgressWriterConfig)
@@ -79,7 +93,7 @@ class MgpuLoggingConfig(LoggingConfig):
 
 
 @dataclass
-class MgpuSplatTrainerConfig(TrainerConfig):
+class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
     """A training run."""
 
     _target: type = field(default_factory=lambda: MgpuSplatTrainer)
@@ -115,7 +129,6 @@ class MgpuSplatTrainerConfig(TrainerConfig):
         "viewer+wandb",
         "viewer+tensorboard",
         "viewer+comet",
-        "viewer_legacy",
     ] = "viewer+tensorboard"
     """Where to show the run. Nerfstudio evaluates only if one of tensorboard, wandb or comet is among them."""
     machine: MgpuMachineConfig = field(default_factory=MgpuMachineConfig)
@@ -132,6 +145,11 @@ class MgpuSplatTrainerConfig(TrainerConfig):
     use_grad_scaler: Suppress[bool] = False
     log_gradients: Suppress[bool] = False
     prompt: Suppress[str | None] = None
+
+    _named_by_time = (
+        False  # no fields, and not saved: whether the time names the run, and the topmost folder made for it
+    )
+    _made = None  # type: Path | None
 
     def __post_init__(self) -> None:
         if self.load_config is not None:
@@ -151,6 +169,37 @@ class MgpuSplatTrainerConfig(TrainerConfig):
             )
         if self.schedule_steps < 1 or self.max_num_iterations < 1:
             raise SystemExit("mgpu-splat: --schedule-steps and --max-num-iterations must be at least 1.")
+        for group, steps in self.gradient_accumulation_steps.items():
+            if steps < 1:
+                raise SystemExit(
+                    f"mgpu-splat: --gradient-accumulation-steps {group} {steps}: the number of steps must be at least 1."
+                )
+        for group, parts in self.optimizers.items():
+            rate, last = parts["optimizer"].lr, getattr(parts.get("scheduler"), "lr_final", None)
+            if not 0 <= rate < math.inf:
+                raise SystemExit(
+                    f"mgpu-splat: --optimizers.{group}.optimizer.lr is {rate}, it must be 0 or more."
+                )
+            if last is not None and not 0 < last < math.inf:
+                raise SystemExit(
+                    f"mgpu-splat: --optimizers.{group}.scheduler.lr-final is {last}, it must be above 0, or None."
+                )
+        if not 0 <= self.machine.seed < 2**32:
+            raise SystemExit(
+                f"mgpu-splat: --machine.seed is {self.machine.seed}, it must be in 0 to {2**32 - 1}."
+            )
+        if self.logging.steps_per_log < 1:
+            raise SystemExit(
+                f"mgpu-splat: --logging.steps-per-log is {self.logging.steps_per_log}, it must be at least 1. "
+                "--logging.local-writer.enable False prints no line of numbers."
+            )
+        if self.vis == "viewer_legacy":  # a file may say so
+            raise SystemExit(f"mgpu-splat: {kNoLegacyViewer}")
+
+    def set_timestamp(self) -> None:
+        """As Nerfstudio's; that nobody chose the name is remembered until the folder is made."""
+        self._named_by_time = self.timestamp == "{timestamp}"
+        super().set_timestamp()
 
     def print_to_terminal(self) -> None:
         """As Nerfstudio's, but a folder that holds no capture is said first and alone, not below a page of options."""
@@ -163,13 +212,60 @@ class MgpuSplatTrainerConfig(TrainerConfig):
 
     def save_config(self) -> None:
         """As Nerfstudio's; an output folder that cannot be made or written ends in one sentence."""
+        named_by_time = self.__dict__.pop("_named_by_time", False)
         try:
+            made = self._make_folder(named_by_time)
             super().save_config()
         except OSError as error:
             raise SystemExit(
                 f"mgpu-splat: the output folder {self.get_base_dir()} cannot be written ({error.strerror}). Choose another "
                 "with --output-dir."
             ) from None
+        self._made = made
+
+    def _make_folder(self, named_by_time: bool) -> Path | None:
+        """Make the run's folder; returns the topmost folder that was made for it, None if the run's was there.
+
+        A run that is named by the time gets a folder of its own, also where another one began in the same second.
+        """
+        stamp, number = self.timestamp, 1
+        while True:
+            folder = self.get_base_dir()
+            top = folder
+            while not top.parent.exists():
+                top = top.parent
+            try:
+                folder.mkdir(parents=True)
+                return top
+            except FileExistsError:
+                if not named_by_time:
+                    return None
+            number += 1
+            self.timestamp = f"{stamp}-{number}"
+
+    def remove_folder(self) -> None:
+        """Remove what a run that came to nothing has made: its folder, if it was not there before and nothing is saved in it."""
+        if self._made is None or checkpoint.checkpoints(self.get_checkpoint_dir()):
+            return
+        folder = self.get_base_dir()
+        for pattern in kWrittenAtStart:
+            for path in folder.glob(pattern):
+                with suppress(OSError):
+                    path.unlink()
+        for path in (self.get_checkpoint_dir(), folder, *folder.parents):
+            with suppress(OSError):  # somebody else's files are in it
+                path.rmdir()
+            if path == self._made:
+                return
+
+
+def _raised_in(error: BaseException, package: str) -> bool:
+    """Whether an error comes from code of a package."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return any(name.partition(".")[0] == package for name in (raised, type(error).__module__))
 
 
 class StepClock:
@@ -231,6 +327,8 @@ class MgpuSplatTrainer(Trainer):
         self._written = -math.inf  # when numbers were last written out
         self._pictures = PictureClock()
         self._clock = StepClock()
+        self._rows_sound: int | None = None  # the latest step after which all rows were known to be finite
+        self._said_bad_rows = False
         self._whole_step = -1  # the latest one after which no gradients waited
         self._evaluation_due: int | None = None
         self._save_due = False
@@ -240,6 +338,23 @@ class MgpuSplatTrainer(Trainer):
 
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
         """Look at the disk and the checkpoint first: they are refused before images are read and code is compiled."""
+        with self._folder_of_nothing_goes():
+            self._setup(test_mode)
+
+    @contextmanager
+    def _folder_of_nothing_goes(self) -> Iterator[None]:
+        """A run that ends without a step leaves no folder behind, and no traceback where Ctrl-C ended it."""
+        try:
+            yield
+        except BaseException as error:
+            if self._whole_step < self._start_step:
+                self.config.remove_folder()
+                if isinstance(error, KeyboardInterrupt):
+                    CONSOLE.print("Ended before the first step: there is nothing to save.")
+                    raise SystemExit(128 + signal.SIGINT) from None
+            raise
+
+    def _setup(self, test_mode: Literal["test", "val", "inference"]) -> None:
         try:
             checkpoint.check_folder(self.checkpoint_dir)
         except CheckpointError as error:
@@ -249,11 +364,12 @@ class MgpuSplatTrainer(Trainer):
         try:
             super().setup(test_mode)
         except Exception as error:
-            if not type(error).__module__.startswith("wandb"):
+            package, cure = kServices.get(self.config.vis.removeprefix("viewer+"), ("", ""))
+            if not package or not _raised_in(error, package):
                 raise
+            said = str(error).splitlines()[0].rstrip(".")
             raise SystemExit(
-                f"mgpu-splat: --vis {self.config.vis}: {str(error).splitlines()[0]} Run `wandb login`, set "
-                "WANDB_MODE=offline, or train with --vis viewer+tensorboard."
+                f"mgpu-splat: --vis {self.config.vis}: {said}. {cure}, or train with --vis viewer+tensorboard."
             ) from None
         self._check_room()
         self.pipeline.stop_wanted = lambda: self._stop_signal is not None
@@ -376,6 +492,10 @@ class MgpuSplatTrainer(Trainer):
 
     def train(self) -> None:
         """Train to step `max_num_iterations`."""
+        with self._folder_of_nothing_goes():
+            self._train()
+
+    def _train(self) -> None:
         end = self.config.max_num_iterations
         self.pipeline.datamanager.train_dataparser_outputs.save_dataparser_transform(
             self.base_dir / "dataparser_transforms.json"
@@ -390,6 +510,7 @@ class MgpuSplatTrainer(Trainer):
             self.training_state = "completed"
             self._after_train()
             return
+        self._check_rows(self._start_step - 1)
         self._choose_steps()
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME), self._signals():
             self._clock.start(self._start_step)
@@ -501,6 +622,8 @@ class MgpuSplatTrainer(Trainer):
         if self._accumulating():
             return
         self._whole_step = step
+        if (step + 1) % kCheckRowsEvery == 0:
+            self._check_rows(step)
         if self._evaluation_due is not None:
             self._log_waiting()
             with self._clock.stopped():
@@ -510,12 +633,40 @@ class MgpuSplatTrainer(Trainer):
             self._save_due = False
             self._log_waiting()
             self._check_loss(step, result)
+            self._check_rows(step)
             with self._clock.stopped():
                 self.save_checkpoint(step)
         elif self._stopping() or step + 1 == end:  # it will be saved
             for logged, its_result, _ in self._unlogged:
                 self._check_loss(logged, its_result)
             self._check_loss(step, result)
+            self._check_rows(step)
+
+    def _check_rows(self, step: int) -> None:
+        """End the run if there is no Gaussian that could be drawn: it would go on with a finite loss, for nothing."""
+        table = self.pipeline.model.table
+        bad = table.count_bad_rows()
+        if bad == 0 < table.num_rows:
+            self._rows_sound = step
+            return
+        count = table.num_rows
+        if 0 < bad < count:
+            if not self._said_bad_rows:
+                self._said_bad_rows = True
+                CONSOLE.print(
+                    f"[bold yellow]After step {step + 1:,}, {bad:,} of {count:,} Gaussians have values that are not finite. They "
+                    "are not drawn, and move to living ones while Gaussians multiply."
+                )
+            return
+        what = f"all {count:,} Gaussians have values that are not finite" if count else "no Gaussian is left"
+        since = "" if self._rows_sound is None else f", which was not so after step {self._rows_sound + 1:,}"
+        when = f"after step {step + 1:,} " if step >= self._start_step else ""
+        cure = "Lower the learning rates, or look for a damaged image or pose."
+        if count == 0:
+            cure = "Give it points to start from, or lower what removes them (--pipeline.model.cull-alpha-thresh)."
+        raise SystemExit(
+            f"mgpu-splat: {when}{what}{since}: nothing can be drawn, and this is not saved. {cure} {self._saved_before()}"
+        )
 
     def _check_loss(self, step: int, result: StepResult) -> None:
         """End the run if the loss of a step is no number: what it left must not take a good checkpoint's place."""

@@ -19,6 +19,7 @@ from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerDropdown, Vi
 from torch import Tensor, nn
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.partition.colors import shard_color
 from ns_mgpu_splat.splats.seed import SH_C0
 from ns_mgpu_splat.splats.table import COLUMNS, SplatTable, place_rows, reserve
 
@@ -26,17 +27,6 @@ if TYPE_CHECKING:
     from nerfstudio.data.scene_box import OrientedBox
 
 kAsTrained, kByShard, kByDepth, kByOpacity = "as trained", "home shard", "depth", "opacity"
-kShardColors = (
-    (0.90, 0.62, 0.00),  # orange
-    (0.34, 0.71, 0.91),  # sky blue
-    (0.00, 0.62, 0.45),  # green
-    (0.94, 0.89, 0.26),  # yellow
-    (0.00, 0.45, 0.70),  # blue
-    (0.84, 0.37, 0.00),  # vermilion
-    (0.80, 0.47, 0.65),  # pink
-    (0.75, 0.75, 0.75),  # grey
-)
-"""Of shard 0, 1, ..., then again from the first: Okabe and Ito's, told apart with any colour vision."""
 kPieceRows = 1 << 21  # rows whose colours are computed at a time
 kDotLogScale = -20.0  # a width that vanishes: the screen filter alone makes the dot
 kSolid = 5.0  # a logit: of dots
@@ -171,7 +161,7 @@ def _fill(column: Tensor, values: Callable[[int, int], Tensor]) -> Tensor:
 def _shard_colors(table: SplatTable) -> Tensor:
     column = _column(table, 3)
     for shard, (begin, end) in enumerate(table.homes):
-        color = torch.tensor(kShardColors[shard % len(kShardColors)])
+        color = torch.tensor(shard_color(shard))
         for channel, value in enumerate(((color - 0.5) / SH_C0).tolist()):
             column[begin:end, channel] = value
     return column

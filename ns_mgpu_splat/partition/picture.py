@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from ns_mgpu_splat.partition.colors import shard_color
 
 CHUNK = 1 << 20  # rows at a time
 SAMPLE = 1 << 20  # rows from which the frame is taken
@@ -110,20 +111,8 @@ def save(image: Image.Image, path: Path) -> None:
 
 
 def palette(count: int) -> NDArray[np.float64]:
-    """(count, 3) in 0 to 1: hues far apart for shards that follow each other, alike in brightness."""
-    colors = []
-    for index in range(count):
-        hue = (0.58 + index * (0.381966 if count > 8 else 1 / max(count, 1) * _step(count))) % 1
-        red, green, blue = colorsys.hls_to_rgb(hue, 0.58, 0.78)
-        gray = 0.299 * red + 0.587 * green + 0.114 * blue
-        colors.append([min(1.0, c * 0.6 / max(gray, 1e-3)) for c in (red, green, blue)])
-    return np.array(colors)
-
-
-def _step(count: int) -> int:
-    """How far to go around the hues from one shard to the next: about three eighths, and coming to each."""
-    wanted = max(1, round(count * 0.375))
-    return next(step for step in [*range(wanted, count + 1), 1] if math.gcd(step, count) == 1)
+    """(count, 3) in 0 to 1: the colours of the first shards."""
+    return np.array([shard_color(shard) for shard in range(count)]).reshape(count, 3)
 
 
 def _sample(means: Tensor) -> Floats:

@@ -479,6 +479,70 @@ def halved(root: Path) -> None:
     file.write_text("\n".join(line for line in file.read_text().splitlines() if line.endswith(".png")) + "\n")
 
 
+def itself(root: Path) -> None:
+    """A photograph is a link to itself."""
+    (root / SECOND).unlink()
+    (root / SECOND).symlink_to(Path(SECOND).name)
+
+
+def apart(root: Path) -> None:
+    """Each photograph in a folder of its own, all with one name."""
+    content = json.loads((root / "transforms.json").read_text())
+    for entry in content["frames"]:
+        file = root / entry["file_path"]
+        (root / file.stem).mkdir()
+        file.rename(root / file.stem / "photo.png")
+        entry["file_path"] = f"{file.stem}/photo.png"
+    (root / "transforms.json").write_text(json.dumps(content))
+
+
+def resized(width: int, height: int) -> Callable[[Path], None]:
+    """Photographs of another size, and what the file says of them."""
+    return both(
+        pictures(lambda i: i.resize((width, height))), meta(w=width, h=height, cx=width / 2, cy=height / 2)
+    )
+
+
+def grown(factor: float) -> Callable[[Path], None]:
+    """The same scene in another unit of length."""
+
+    def far(content: dict) -> None:
+        for entry in content["frames"]:
+            for row in entry["transform_matrix"][:3]:
+                row[3] *= factor
+
+    return both(edit(far), cloud(lambda p: p * factor))
+
+
+def grey_alpha16(root: Path) -> None:
+    """Write all photographs as grey and alpha, 16 bits each: no library here writes them."""
+    for file in sorted((root / "images").iterdir()):
+        grey = np.asarray(Image.open(file).convert("L")).astype(">u2") * 257
+        rows = np.stack([grey, np.full_like(grey, 65535)], axis=-1).astype(">u2")
+        data = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+        header = struct.pack(">IIBBBBB", grey.shape[1], grey.shape[0], 16, 4, 0, 0, 0)
+        out = b"\x89PNG\r\n\x1a\n"
+        for kind, body in ((b"IHDR", header), (b"IDAT", data), (b"IEND", b"")):
+            out += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        file.write_bytes(out)
+
+
+def head_of_ply(
+    count: int, body: bytes = b"", form: str = "binary_little_endian"
+) -> Callable[[Path], object]:
+    """A cloud that promises `count` points, with the given bytes behind its head."""
+    head = f"ply\nformat {form} 1.0\nelement vertex {count}\n" + "".join(
+        f"property float {n}\n" for n in "xyz"
+    )
+    return write("sparse_pc.ply", head.encode() + b"end_header\n" + body)
+
+
+def replaced(root: Path, old: bytes, new: bytes) -> None:
+    """Bytes of images.bin, and three more at its end."""
+    file = root / SPARSE / "images.bin"
+    file.write_bytes((file.read_bytes().replace(old, new) if old else file.read_bytes()) + b"xyz")
+
+
 SPARSE = "sparse/0"
 FIRST = "images/view_000.png"
 SECOND = "images/view_001.png"
@@ -494,6 +558,7 @@ DAMAGED = [
     Case("an empty folder", lambda r: (r / "empty").mkdir(), ("is an empty folder",), data="empty"),
     Case("photographs alone", nothing, ("there are no cameras", "ns-process-data"), data="images"),
     Case("a photograph as dataset", nothing, ("view_001.png is a file", "folder of a capture"), data=SECOND),
+    Case("a device as dataset", lambda r: (r / "null").symlink_to("/dev/null"), ("null is a file",), data="null"),
     Case("an image is missing", remove(SECOND), (f"{SECOND} is missing", "frame 1 of transforms.json")),
     Case("all images are missing", remove("images"), ("4 problems", FIRST, "view_003.png is missing")),
     Case("all are missing, skipped", remove("images"), ("No usable image is left",), options=SKIP),
@@ -509,6 +574,11 @@ DAMAGED = [
     Case("a giant image", giant, (SECOND, "3000000x3000000 pixels", "of memory to decode")),
     Case("16-bit TIFF by planes", deep(".tif", photometric="rgb", planarconfig="separate"), ("plane by plane",)),
     Case("CIE Lab", pictures(lambda i: Image.new("LAB", i.size), ".tif"), ("CIE L*a*b*", "Save it as RGB")),
+    Case("a link to itself", itself, (f"{SECOND} is missing",)),
+    Case("a name without end", frame(1, file_path="x" * 5000), ("xxx... is no name that a file can have", "frame 1")),
+    Case("a zero in a name", frame(1, file_path="images/a\0b.png"), ("images/a\\x00b.png is missing",)),
+    Case("half a character in a name", frame(1, file_path="images/\ud800.png"), ("images/\\ud800.png is missing",)),
+    Case("the folder itself", frame(1, file_path=""), ("is a folder, but frame 1",)),
     # transforms.json
     Case("transforms.json cut short", cut("transforms.json"), ("transforms.json is no valid JSON",)),
     Case("transforms.json empty", write("transforms.json", ""), ("transforms.json is no valid JSON",)),
@@ -529,6 +599,21 @@ DAMAGED = [
     Case("a pose with a scale", pose(1, lambda m: m @ np.diag([2.0, 2, 2, 1])), ("frame 1", "orthonormal")),
     Case("no focal length", meta(fl_x=None), ("no fl_x", "3 more frames")),
     Case("a focal length of 0", meta(fl_x=0), ("focal lengths 0", "above 0")),
+    Case("a focal length beyond all", meta(fl_x=1e300, fl_y=1e300), ("1e+300", "no camera has", "32x24")),
+    Case("a focal length of nothing", meta(fl_x=1e-300, fl_y=1e-300), ("no camera has", "in pixels")),
+    Case("a centre beyond all", meta(cx=1e30), ("1e+30", "no camera has")),
+    Case("a negative focal length", meta(fl_x=-5), ("focal lengths -5", "above 0")),
+    Case("a ragged pose", frame(1, transform_matrix=[[1, 2], [3]]), ("frame 1", "no 4x4 matrix")),
+    Case("a pose of nothing", frame(1, transform_matrix=[[None] * 4] * 4), ("frame 1", "NaN or infinite")),
+    Case("a width below 0", meta(w=-32), ("image size -32x24",)),
+    Case("a width that is no number", meta(w=NAN), ("image size nanx24", "3 more frames")),
+    Case("a list as width", meta(w=[1]), ("w of frame 0", "[1], not a number")),
+    Case("numbers without end", write("transforms.json", '{"frames": [' + "9" * 6000 + "]}"), ("no valid JSON",)),
+    Case("brackets without end", write("transforms.json", "[" * 100_000), ("no valid JSON",)),
+    Case("sideways up", meta(orientation_override="sideways"), ("orientation_override is 'sideways'", "pca, up")),
+    Case("nothing left by the lists", meta(test_filenames=[f"images/view_00{i}.png" for i in range(4)]), (
+        "lists no image to train on",
+    )),
     Case("a word as focal length", meta(fl_x="wide"), ("fl_x", "'wide', not a number")),
     Case("no width", meta(w=0), ("image size 0x24",)),
     Case("size and image missing", both(meta(w=None), remove(SECOND)), ("no w and h", SECOND)),
@@ -553,7 +638,14 @@ DAMAGED = [
     Case("a mask cut short", both(masks(painted(columns=slice(5, 9))), cut("masks/view_001.png", 0.6)), (
         "masks/view_001.png", "cut short",
     )),
+    Case("a mask's name without end", edit(lambda m: [f.update(mask_path="y" * 5000) for f in m["frames"]]), (
+        "4 problems", "is no name that a file can have", "as the mask of",
+    )),
     # points
+    Case("a cloud's name without end", meta(ply_file_path="x" * 5000), ("is missing, but transforms.json names it",)),
+    Case("a folder as cloud", meta(ply_file_path="images"), ("images is missing", "ply_file_path")),
+    Case("a cloud that promises too much", head_of_ply(10**12), ("sparse_pc.ply", "cut short")),
+    Case("a cloud of words", head_of_ply(1, b"a b c\n", "ascii"), ("sparse_pc.ply", "malformed input")),
     Case("the cloud is missing", remove("sparse_pc.ply"), ("sparse_pc.ply is missing", "random points")),
     Case("the cloud is cut short", cut("sparse_pc.ply"), ("sparse_pc.ply", "cut short")),
     Case("the cloud is text", write("sparse_pc.ply", "hello"), ("sparse_pc.ply cannot be read as a point cloud",)),
@@ -576,6 +668,14 @@ DAMAGED = [
     Case("COLMAP: masks missing", nothing, ("masks/view_000.png is missing",), layout="colmap", options={
         "dataparser.masks-path": "masks",
     }),
+    Case("COLMAP: bytes as name", lambda r: replaced(r, b"view_001.png", b"view_\xff\x1b1.png"), ("\\x1b1.png is missing",),
+         layout="colmap"),
+    Case("COLMAP: a name twice", lambda r: replaced(r, b"view_001.png", b"view_000.png"), ("same photograph",),
+         layout="colmap"),
+    Case("COLMAP: a list of others", lambda r: (r / "train_list.txt").write_text("a.png\n"), ("train_list.txt",),
+         layout="colmap"),
+    Case("COLMAP text: noise", write(f"{SPARSE}/images.txt", b"\x1b[31mred\x07\n\n"), ("\\x1b[31mred\\x07",),
+         layout="text"),
     Case("COLMAP text: a line an image", halved, ("no line of 2D observations",), layout="text"),
     Case("COLMAP text: cut", cut(f"{SPARSE}/images.txt", 0.6), ("images.txt is cut short",), layout="text"),
     Case("COLMAP text: words", write(f"{SPARSE}/points3D.txt", "a b c\n"), ("points3D.txt is cut",), layout="text"),
@@ -586,6 +686,7 @@ UNUSUAL = [
     # files
     Case("brackets and spaces in names", both(renamed_images("[b] ü "), moved("to[/b]wn")), data="to[/b]wn", loss=True),
     Case("transforms.json itself", nothing, data="transforms.json", loss=True),
+    Case("one name in several folders", apart, loss=True),
     Case("names from Windows", edit(windows), loss=True),
     Case("absolute names", absolute, loss=True),
     Case("a byte order mark", marked, loss=True),
@@ -597,6 +698,16 @@ UNUSUAL = [
     Case("coefficients of 0", meta(k1=0, k2=0, p1=0, p2=0), loss=True),
     Case("a fisheye lens", meta(camera_model="OPENCV_FISHEYE", k1=0.01), shows=None),
     Case("two sizes", sized, shows=None),
+    Case("images of one pixel", resized(1, 1), shows=None),
+    Case("images of one column", resized(1, 200), shows=None),
+    Case("a long focus", meta(fl_x=1e7, fl_y=1e7)),
+    Case("a centre outside", meta(cx=-5000)),
+    Case("millions of units", grown(1e6)),
+    Case("millionths of units", grown(1e-6)),
+    Case("a turned world", meta(applied_transform=[[0, 1, 0, 5], [1, 0, 0, 6], [0, 0, -1, 7]]), loss=True),
+    Case("words that are numbers", meta(w="32", fl_x="28.8", applied_scale="1"), loss=True),
+    Case("trained on and held out", meta(train_filenames=[FIRST, SECOND], test_filenames=[FIRST]), trained=3,
+         prints=("1 images are listed to be trained on and to be held out",)),
     # formats
     Case("RGBA, opaque", pictures(lambda i: i.convert("RGBA")), loss=True),
     Case("RGBA, half transparent", pictures(see_through), shows=lambda p: np.asarray(see_through(Image.fromarray(p)))),
@@ -606,6 +717,7 @@ UNUSUAL = [
     Case("grey and alpha", pictures(lambda i: i.convert("LA")), shows=luma),
     Case("one bit", pictures(lambda i: i.convert("1")), shows=dithered),
     Case("16-bit grey", grey16, shows=luma),
+    Case("16-bit grey and alpha", grey_alpha16, shows=luma),
     Case("16-bit PNG", deep(".png"), loss=True),
     Case("16-bit TIFF", deep(".tiff"), loss=True),
     Case("CMYK TIFF", pictures(lambda i: i.convert("CMYK"), ".tif"), off=1),
@@ -614,6 +726,8 @@ UNUSUAL = [
     Case("progressive JPEG", pictures(suffix=".jpeg", quality=100, subsampling=0, progressive=True), off=2),
     Case("lossless WebP", pictures(suffix=".webp", lossless=True), loss=True),
     Case("BMP", pictures(suffix=".bmp"), loss=True),
+    Case("several pages", pictures(suffix=".tif", save_all=True, append_images=[Image.new("RGB", (9, 9))]), loss=True),
+    Case("EXIF: noise", pictures(suffix=".jpg", quality=100, subsampling=0, exif=b"Exif\0\0II*\0" + bytes(range(80))), off=2),
     Case("EXIF: stored turned", turned, loss=True),
     Case("EXIF: told upside down", told_upside_down, loss=True),
     # masks
@@ -629,6 +743,7 @@ UNUSUAL = [
     Case("one point", cloud(lambda p: p[:1])),
     Case("three points", cloud(lambda p: p[:3])),
     Case("all points in one place", cloud(lambda p: p * 0)),
+    Case("a cloud without colours", head_of_ply(2, struct.pack("<6f", 0, 0, 0, 1, 1, 1))),
     Case("a text cloud", typed_cloud(True, "f4"), loss=True),
     Case("a double, big-endian cloud", typed_cloud(False, "f8", ">"), loss=True),
     Case("NaN in the cloud, skipped", cloud(point(17, NAN)), options=SKIP, prints=("1 of 60 seed points", "point 17")),
@@ -646,6 +761,8 @@ UNUSUAL = [
     Case("COLMAP", nothing, layout="colmap", loss=True),
     Case("COLMAP, an FOV camera", lens(7, 0.2), layout="colmap", shows=None),
     Case("COLMAP, a thin prism of 0", lens(10, *[0.0] * 8), layout="colmap", shows=None),
+    Case("COLMAP, a loop of links", lambda r: (r / "images" / "loop").symlink_to(".."), layout="colmap", loss=True),
+    Case("COLMAP, bytes behind the end", lambda r: replaced(r, b"", b""), layout="colmap", loss=True),
     Case("COLMAP, no points", remove(f"{SPARSE}/points3D.bin"), layout="colmap", prints=("random points",)),
     Case("COLMAP, a larger one beside", larger_beside, layout="colmap", loss=True, prints=("sparse/1", "99 images")),
     Case("COLMAP, a photograph more", lambda r: shutil.copy(r / FIRST, r / "images/z.png"), layout="colmap", loss=True,

@@ -159,6 +159,11 @@ def break_something(kind: str, number: int) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
             if kind == "nan":
                 return StepResult(lambda: {"main_loss": math.nan}, lambda _: {})
+            if kind in ("bad-rows", "half-bad"):  # no Gaussian can be drawn any more, or every second one
+                table = self.pipeline.model.table
+                with torch.no_grad():
+                    table.means[:: 2 if kind == "half-bad" else 1] = math.nan
+                    table.cells.forget()
             if kind == "sleep":
                 time.sleep(600)
             if kind == "device":  # all that follows fails, too

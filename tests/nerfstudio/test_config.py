@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -114,13 +116,46 @@ def test_each_epoch_sees_every_image_once_in_another_order() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("max_gaussians", 0), ("sh_degree", 4), ("ssim_lambda", 1.5), ("grow_factor", 0.9)],
+    [
+        ("max_gaussians", 0),
+        ("sh_degree", 4),
+        ("ssim_lambda", 1.5),
+        ("grow_factor", 0.9),
+        ("grow_factor", math.inf),
+        ("refine_every", 0),
+        ("min_opacity", 1.0),
+        ("noise_lr", math.nan),
+        ("opacity_reg", math.nan),
+        ("scale_reg", -1.0),
+        ("densify_grad_thresh", math.nan),
+        ("densify_size_thresh", -1.0),
+        ("cull_alpha_thresh", 0.5),
+        ("reset_alpha_every", 0),
+    ],
 )
 def test_impossible_options_are_refused_with_their_name(option: str, value: float) -> None:
     from ns_mgpu_splat.nerfstudio.model import MgpuSplatModelConfig
 
     with pytest.raises(SystemExit, match=option.replace("_", "-")):
         MgpuSplatModelConfig(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--machine.seed", "-1"], "--machine.seed is -1"),
+        (["--logging.steps-per-log", "0"], "--logging.steps-per-log is 0"),
+        (["--gradient-accumulation-steps", "splats", "0"], "--gradient-accumulation-steps splats 0"),
+        (["--optimizers.means.optimizer.lr", "nan"], "--optimizers.means.optimizer.lr is nan"),
+        (["--optimizers.means.scheduler.lr-final", "0"], "--optimizers.means.scheduler.lr-final is 0"),
+        (["--max-num-iterations", "0"], "--max-num-iterations must be at least 1"),
+        (["--pipeline.datamanager.max-thread-workers", "-1"], "max-thread-workers is -1"),
+        (["--pipeline.datamanager.image-cache-gib", "nan"], "image-cache-gib is nan"),
+    ],
+)
+def test_impossible_options_of_a_run_are_refused_with_their_name(words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        parse_command_line(*words)
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -155,6 +190,38 @@ def test_a_preset_with_an_unknown_option_is_refused_with_its_name(tmp_path: Path
     (tmp_path / "a.yml").write_text("pipeline: {model: {max_gausians: 5}}\n")
     with pytest.raises(SystemExit, match=r"a\.yml sets pipeline\.model\.max_gausians"):
         parse_command_line("--load-config", str(tmp_path / "a.yml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_num_iterations: many", "sets max_num_iterations to 'many'"),
+        ("max_num_iterations: 1.5", "sets max_num_iterations to 1.5"),
+        ("max_num_iterations: true", "sets max_num_iterations to True"),
+        ("max_num_iterations: {a: 1}", "sets max_num_iterations to {'a': 1}"),
+        ("vis: nothing", "sets vis to 'nothing'"),
+        ("pipeline: 3", "sets pipeline to 3"),
+        ("pipeline: {model: {max_gaussians: most}}", "sets pipeline.model.max_gaussians to 'most'"),
+        ("pipeline: {model: {lpips: 1}}", "sets pipeline.model.lpips to 1"),
+        ("pipeline: {datamanager: {image_cache_gib: -1}}", "image-cache-gib is -1, it must be at least 0"),
+        ("pipeline: {datamanager: {data: 5}}", "sets pipeline.datamanager.data to 5"),
+        ("- a\n- b", "holds no options"),
+    ],
+)
+def test_a_preset_with_an_impossible_value_is_refused_with_it(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "a.yml").write_text(text)
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        parse_command_line("--load-config", str(tmp_path / "a.yml"))
+
+
+def test_a_preset_takes_values_as_yaml_writes_them(tmp_path: Path) -> None:
+    text = "output-dir: here\npipeline: {model: {max_gaussians: auto, scale_reg: 0}, "
+    text += "datamanager: {data: town, image_cache_gib: 2}}"
+    (tmp_path / "a.yml").write_text(text)
+    config = parse_command_line("--load-config", str(tmp_path / "a.yml"))
+    assert (config.output_dir, config.pipeline.datamanager.data) == (Path("here"), Path("town"))
+    assert config.pipeline.model.max_gaussians == "auto"
+    assert (config.pipeline.model.scale_reg, config.pipeline.datamanager.image_cache_gib) == (0, 2)
 
 
 def test_downscaling_is_an_option_without_a_subcommand() -> None:
@@ -192,3 +259,25 @@ def test_the_page_about_configs_has_every_option_of_every_file_with_its_value() 
     for option, cells in rows.items():
         said = [cell or None for cell in cells[:3]]
         assert said == [None if option not in short[f] else str(short[f][option]) for f in files], option
+
+
+def test_a_run_that_was_saved_before_an_option_came_has_its_default() -> None:
+    import yaml
+
+    config = copy.deepcopy(mgpu_splat.config)
+    config.pipeline.model.sh_degree = 1
+    for holder, name in (
+        (config, "logging"),
+        (config.pipeline, "datamanager"),
+        (config.pipeline.model, "camera_optimizer"),
+        (config.pipeline.model, "half"),
+    ):
+        vars(holder).pop(name)
+    loaded = yaml.load(yaml.dump(config), Loader=yaml.Loader)
+    default = mgpu_splat.config
+    assert loaded.logging == default.logging
+    assert loaded.pipeline.datamanager == default.pipeline.datamanager
+    assert loaded.pipeline.model.camera_optimizer == default.pipeline.model.camera_optimizer
+    assert loaded.pipeline.model.half is False
+    assert loaded.pipeline.model.sh_degree == 1
+    assert loaded == dataclasses.replace(loaded)

@@ -149,6 +149,33 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(
     assert f"Step {saved[0] + 1} is saved" in text
 
 
+def test_a_run_with_nothing_left_to_draw_ends_and_keeps_its_checkpoint(
+    lives: Lives, town: scene.Scene, tmp_path: Path
+) -> None:
+    """The loss stays finite: it is that of the background alone."""
+    life = lives.begin([*options(town, tmp_path, "--steps-per-save", 4), "fault:bad-rows:5"])
+    assert lives.end() == 1
+    assert life.steps() == list(range(8))
+    text = " ".join(said(life).split())
+    assert re.search(
+        r"mgpu-splat: after step 8 all [\d,]+ Gaussians have values that are not finite, which was not so after step 4: "
+        r"nothing can be drawn, and this is not saved\. .* Step 4 is saved",
+        text,
+    )
+    assert [at for at, _ in checkpoint.checkpoints(models_in(tmp_path))] == [3]
+
+
+def test_a_run_with_some_bad_gaussians_says_so_once_and_goes_on(
+    lives: Lives, town: scene.Scene, tmp_path: Path
+) -> None:
+    life = lives.begin(
+        [*options(town, tmp_path, "--steps-per-save", 4, "--max-num-iterations", 14), "fault:half-bad:5"]
+    )
+    assert lives.end() == 0, said(life)
+    text = " ".join(said(life).split())
+    assert text.count("Gaussians have values that are not finite. They are not drawn") == 1
+
+
 def test_a_disk_that_is_too_small_ends_before_the_first_step(
     lives: Lives, town: scene.Scene, tmp_path: Path
 ) -> None:

@@ -40,10 +40,11 @@ def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     trainer.base_dir, trainer.checkpoint_dir, trainer.callbacks = tmp_path, tmp_path, []
     trainer.training_state, trainer.stop_training, trainer._stop_signal = "training", False, None
     trainer._start_step, trainer._saved_step = 0, None
-    trainer._unlogged, trainer._clock = [], StepClock()
+    trainer._unlogged, trainer._clock, trainer._whole_step = [], StepClock(), -1
     monkeypatch.setattr(trainer, "_init_viewer_state", lambda: None)
     monkeypatch.setattr(trainer, "_signals", contextlib.nullcontext)
     monkeypatch.setattr(trainer, "_choose_steps", lambda: None)
+    monkeypatch.setattr(trainer, "_check_rows", lambda step: None)
     monkeypatch.setattr("ns_mgpu_splat.nerfstudio.trainer.synchronise", lambda: None)
     monkeypatch.setattr(trainer, "_one_step", lambda step: events.append(f"step {step}"))
     trainer.optimizers = MagicMock()
@@ -106,3 +107,46 @@ def test_a_stop_on_a_full_disk_ends_with_a_sentence(
     monkeypatch.setattr("ns_mgpu_splat.nerfstudio.checkpoint.save", full)
     with pytest.raises(SystemExit, match=r"mgpu-splat: step-000000000\.ckpt needs 2\.0 GiB"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("vis", "words"), [("wandb", "wandb login"), ("viewer+comet", "COMET_API_KEY"), ("tensorboard", None)]
+)
+def test_a_service_without_its_key_is_named_and_other_faults_are_not(vis: str, words: str | None) -> None:
+    """Raised by the package's own code, as theirs are."""
+    package = {"wandb": "wandb", "viewer+comet": "comet_ml"}.get(vis, "elsewhere")
+    config = copy.deepcopy(mgpu_splat.config)
+    config.vis = vis  # type: ignore[assignment]
+    trainer = MgpuSplatTrainer.__new__(MgpuSplatTrainer)
+    trainer.config = config
+    namespace = {"__name__": f"{package}.online"}
+    exec("def connect(*_):\n    raise ValueError('No key.\\nA page of advice.')", namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "setup", namespace["connect"])
+        patch.setattr("ns_mgpu_splat.nerfstudio.checkpoint.check_folder", lambda _: None)
+        trainer.checkpoint_dir, trainer._start_step, trainer._whole_step = Path(), 0, -1
+        with pytest.raises(SystemExit if words else ValueError) as ended:
+            trainer.setup()
+    if words:
+        assert f"--vis {vis}: No key. " in str(ended.value)
+        assert words in str(ended.value)
+
+
+def test_ctrl_c_before_the_first_step_leaves_no_folder_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = copy.deepcopy(mgpu_splat.config)
+    config.output_dir, config.experiment_name, config.timestamp = tmp_path / "out", "town", "run"
+    config.save_config()
+    trainer = MgpuSplatTrainer.__new__(MgpuSplatTrainer)
+    trainer.config, trainer._start_step, trainer._whole_step = config, 0, -1
+    trainer.checkpoint_dir = config.get_checkpoint_dir()
+    monkeypatch.setattr(Trainer, "setup", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        trainer.setup()
+    assert ended.value.code == 130
+    assert "nothing to save" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ import pytest
 from nerfstudio_tools import command, environment
 from PIL import Image
 
-from ns_mgpu_splat.nerfstudio.viewer_controls import kShardColors
+from ns_mgpu_splat.partition.colors import kShardColors
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [

@@ -28,6 +28,8 @@ from ns_mgpu_splat.nerfstudio import viewer_controls as controls
 from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipeline
 from ns_mgpu_splat.nerfstudio.viewer_controls import Look
+from ns_mgpu_splat.partition.colors import kShardColors, shard_color
+from ns_mgpu_splat.partition.picture import palette
 from ns_mgpu_splat.splats.table import COLUMNS, SplatTable
 
 WIDTH, HEIGHT = 64, 48
@@ -151,15 +153,20 @@ def test_colour_by_home_shard_has_each_shards_colour_on_its_rows(
     table = pipeline.model.table
     colors = torch.empty((table.num_rows, 3))
     for shard, (begin, end) in enumerate(torch.mgpu.row_homes(table.means)):  # type: ignore[attr-defined]
-        colors[begin:end] = torch.tensor(controls.kShardColors[shard])
+        colors[begin:end] = torch.tensor(kShardColors[shard])
     seen = picture(pipeline, camera, Look(color_by=controls.kByShard))
     assert torch.allclose(seen, of_changed(pipeline, camera, 0, sh0=as_sh0(colors)), atol=1e-5)
 
 
-def test_shards_have_different_colours() -> None:
-    assert len(set(controls.kShardColors)) == 8
-    apart = np.array(controls.kShardColors)[:, None] - np.array(controls.kShardColors)[None]
-    assert np.linalg.norm(apart, axis=2)[~np.eye(8, dtype=bool)].min() > 0.2
+def test_sixteen_shards_have_different_colours_and_the_picture_of_a_run_has_the_same() -> None:
+    colors = np.array([shard_color(shard) for shard in range(16)])
+    assert np.array_equal(colors[:8], kShardColors)
+    assert colors.min() >= 0
+    assert colors.max() <= 1
+    apart = np.linalg.norm(colors[:, None] - colors[None], axis=2)
+    assert apart[~np.eye(16, dtype=bool)].min() > 0.15
+    assert shard_color(16) == shard_color(0)
+    assert np.array_equal(palette(16), colors)
 
 
 def test_colour_by_opacity_is_bright_where_gaussians_are_solid(

@@ -176,3 +176,28 @@ def test_impossible_caps_and_degrees_are_named() -> None:
             SplatTable.from_points(points, max_gaussians=cap)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sh_degree is 4"):
         SplatTable.from_points(points, sh_degree=4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_bad_rows_are_counted_whatever_is_wrong_with_them(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ns_mgpu_splat.splats.table.COUNT_ROWS", 7)  # several pieces
+    table = SplatTable.from_points(*cloud(30))
+    assert table.count_bad_rows() == 0
+    with torch.no_grad():
+        table.means[3, 1] = value
+        table.means[3, 2] = value
+        table.quats[29, 0] = value
+        table.opacities[7] = value
+        table.scales[8] = value
+        table.sh0[1] = value  # seen in the loss
+    assert table.count_bad_rows() == 4
+    assert SplatTable(0, sh_degree=0).count_bad_rows() == 0
+
+
+def test_numbers_whose_sum_is_too_large_are_no_bad_rows() -> None:
+    table = SplatTable.from_points(*cloud(30))
+    with torch.no_grad():
+        table.means.fill_(3e38)
+    assert table.count_bad_rows() == 0

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nerfstudio's tools on a run: a `--load-config` that cannot be used ends in a sentence, a run whose folder was moved opens.
+
+`ns-eval`, `ns-viewer`, `ns-render` and `ns-export` read the file before any code of a method runs, and leave what goes wrong
+there to the interpreter. So `watch`, called where Nerfstudio discovers this plug-in in such a command, has an uncaught error
+looked at before it is shown: if it came from opening the run, and the file explains it, that is said instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nerfstudio.engine.trainer import TrainerConfig
+
+kTools = ("ns-eval", "ns-export", "ns-render", "ns-viewer")
+kFlag = "--load-config"
+
+
+def config_argument(arguments: Sequence[str] | None = None) -> Path | None:
+    """What `--load-config` names on a command line (by default this process's), or None."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for word, after in zip(words, [*words[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == kFlag:
+            found = value if equals else after
+            return None if found is None else Path(found)
+    return None
+
+
+def watch(tool: str | None = None) -> None:
+    """In one of Nerfstudio's tools (or as `tool`): put the sentence in the place of the traceback, where there is one."""
+    tool = tool or PurePath(sys.argv[0] if sys.argv else "").name
+    if tool not in kTools:
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        config = config_argument()
+        said = None if config is None else why_not_opened(config, error, trace)
+        if said is None:
+            before(kind, error, trace)
+        else:
+            print(f"{tool}: {said}", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+def why_not_opened(config: Path, error: BaseException, trace: TracebackType | None) -> str | None:
+    """A sentence on a config.yml that Nerfstudio's `eval_setup` could not make an experiment of; None: it is no fault of it."""
+    import yaml
+
+    if not _inside(trace, "eval_setup"):
+        return None
+    from ns_mgpu_splat.nerfstudio.saved_run import RunError, read_options
+
+    try:
+        options = read_options(config)
+    except RunError as found:
+        return str(found)
+    if isinstance(error, yaml.YAMLError):
+        reason = " ".join(str(error).split())
+        return (
+            f"{config} cannot be opened here: {reason}. It was written by another version, or by a method that is not "
+            "installed."
+        )
+    method = options.get("method_name")
+    if isinstance(error, KeyError) and error.args == (method,):
+        return f"{config} is of the method {method}, which is not installed here."
+    if isinstance(error, AssertionError) and not _inside(trace, "setup"):
+        return f"{config} is no config.yml of a training run."
+    return None
+
+
+def _inside(trace: TracebackType | None, function: str) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == function:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def moved_folder(config: TrainerConfig) -> Path | None:
+    """Where the run is that this tool was asked to open, if its checkpoints lie beside the config.yml it was given, and not where
+    that file says."""
+    from ns_mgpu_splat.nerfstudio import checkpoint
+
+    given = config_argument()
+    if given is None or not given.is_file():
+        return None
+    folder = given.absolute().parent
+    there = folder / config.relative_model_dir
+    if not checkpoint.checkpoints(there) or there == config.get_checkpoint_dir().absolute():
+        return None
+    return folder
