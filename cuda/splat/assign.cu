@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // assign.cu: who blends what, on several shards. From the 16 bytes that stage "project" keeps of a record's
 // tiles (cover.h): first what each home has in each run of tiles, for the host to choose ranges by; then, of
-// each record, which ranges it meets. Floor: 20 bytes a record twice, 12 bytes of atomics in L2 a record and
-// run. Two read-backs: that of stage "project", with 12 bytes a run more, and one here of some numbers.
+// each record, which ranges it meets. Floor: 20 bytes a record twice, and three atomics in shared memory a
+// record and run. Two read-backs: that of stage "project", with 12 bytes a run more, and one here of some
+// numbers.
 #include <algorithm>
 #include <bit>
 #include <map>
@@ -87,38 +88,49 @@ __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t
 
 // ---- what each home has in each run of tiles
 
+// What a block has counted. Neighbouring rows meet the same runs, so that sums in memory would have blocks
+// wait for each other at a few addresses.
+struct RunSums {
+  uint32_t pairs[kMostRuns], shares[kMostRuns], patches[kMostRuns];
+};
+
 // Tiles of a record come in rows, and neighbours are mostly of one run: these are added at once.
 struct AddToRuns {
-  unsigned long long* count;  // [runs]
-  uint32_t* patches;          // [runs]
-  int shift;                  // of a position: its run
-  TileCount one;
-  int64_t run;
-  TileCount held;
-  uint32_t held_patches;
+  RunSums* sums;
+  int shift;  // of a position: its run
+  uint32_t share;
+  int32_t run;
+  uint32_t pairs, patches;
 
   __device__ __forceinline__ void add(const View& view, const PatchBox& box, int x, int y) {
-    const int64_t at = view.position_of(int64_t{y} * view.tiles_x + x) >> shift;
+    const auto at = static_cast<int32_t>(view.position_of(int64_t{y} * view.tiles_x + x) >> shift);
     if (at != run) {
       done();
       run = at;
     }
-    held += one;
+    ++pairs;
     const int32_t met = box.in_span(y, x, x + 1);
-    if (met > 0) held_patches += static_cast<uint32_t>(met);
+    if (met > 0) patches += static_cast<uint32_t>(met);
   }
   __device__ __forceinline__ void done() {
-    if (held) atomicAdd(count + run, static_cast<unsigned long long>(held));
-    if (held_patches) atomicAdd(patches + run, held_patches);
-    held = 0;
-    held_patches = 0;
+    if (pairs) {
+      atomicAdd(sums->pairs + run, pairs);
+      atomicAdd(sums->shares + run, pairs * share);
+    }
+    if (patches) atomicAdd(sums->patches + run, patches);
+    pairs = patches = 0;
   }
   __device__ __forceinline__ AddToRuns over_warp() const { return *this; }
 };
 
+// count: [runs] TileCount; patches: [runs]; added to.
 __global__ void __launch_bounds__(kThreads)
     count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const SumState* records, int64_t room,
-                       int shift, uint32_t share, unsigned long long* count, uint32_t* patches) {
+                       int shift, uint32_t share, int runs, unsigned long long* count, uint32_t* patches) {
+  __shared__ RunSums sums;
+  for (int run = threadIdx.x; run < runs; run += kThreads)
+    sums.pairs[run] = sums.shares[run] = sums.patches[run] = 0;
+  __syncthreads();
   int64_t held = 0;
   for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
   held = held < room ? held : room;
@@ -126,8 +138,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t r = block * kThreads + threadIdx.x;
     sum_over_tiles<AddToRuns>(in, r, r < held, [&](int32_t tiles) {
       const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
-      return AddToRuns{count, patches, shift, one, 0, 0, 0};
+      return AddToRuns{&sums, shift, static_cast<uint32_t>(share_of(one)), 0, 0, 0};
     });
+  }
+  __syncthreads();
+  for (int run = threadIdx.x; run < runs; run += kThreads) {
+    const uint32_t pairs = sums.pairs[run];
+    if (pairs) atomicAdd(count + run, static_cast<unsigned long long>(pairs) << 32 | sums.shares[run]);
+    if (sums.patches[run]) atomicAdd(patches + run, sums.patches[run]);
   }
 }
 
@@ -272,7 +290,8 @@ void count_tiles(const Frame& frame, int home, const SumState* records, int64_t 
   const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(blocks_for(room, kThreads), resident));
   count_tiles_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
       measured_records(frame, home), records, room, std::countr_zero(static_cast<uint64_t>(table.run)),
-      record_share(frame), counts, reinterpret_cast<uint32_t*>(counts + table.runs));
+      record_share(frame), static_cast<int>(table.runs), counts,
+      reinterpret_cast<uint32_t*>(counts + table.runs));
   KERNEL_CHECK("assign", home, room);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "splat/curve.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -67,6 +68,11 @@ std::shared_ptr<const TileCurve> tile_curve(int tiles_x, int tiles_y) {
     walk({0, 0}, tiles_x >= tiles_y ? right : down, tiles_x >= tiles_y ? down : right, [&](int x, int y) {
       const size_t tile = static_cast<size_t>(y) * static_cast<size_t>(tiles_x) + static_cast<size_t>(x);
       made->position_from_tile[tile] = static_cast<int32_t>(made->tile_from_position.size());
+      if (made->tile_from_position.size() % TileCurve::kBoxTiles == 0)
+        made->box.push_back({x, y, x + 1, y + 1});
+      TileCurve::Box& box = made->box.back();
+      box.x0 = std::min(box.x0, x), box.x1 = std::max(box.x1, x + 1);
+      box.y0 = std::min(box.y0, y), box.y1 = std::max(box.y1, y + 1);
       made->tile_from_position.push_back(static_cast<int32_t>(tile));
     });
   }

@@ -12,6 +12,13 @@ namespace mgpu::splat {
 struct TileCurve {
   std::vector<int32_t> position_from_tile;
   std::vector<int32_t> tile_from_position;
+
+  // The rectangle around kBoxTiles places, from each multiple of that on.
+  static constexpr int64_t kBoxTiles = 64;
+  struct Box {
+    int x0, y0, x1, y1;
+  };
+  std::vector<Box> box;
 };
 
 // Hilbert's curve, generalised to rectangles: neighbours along it are neighbours in the image, but for a

@@ -42,16 +42,13 @@ struct TileRanges {
 // of the tiles, the last one perhaps of fewer; then it is runs that cannot be cut.
 TileRanges choose_ranges(const TileCount* counts, int shards, int64_t tiles, int64_t run = 1);
 
-// Tiles of a run such that there are at most 2048 of them (or a run a tile): a range is then a hundred runs
-// and more, and a shard's counts are a few kilobytes.
+// Tiles of a run such that there are at most kMostRuns of them (or a run a tile): a range is then a hundred
+// runs and more, and a shard's counts are a few kilobytes.
+constexpr int64_t kMostRuns = 2048;
 constexpr int64_t tiles_of_run(int64_t tiles) {
   int64_t run = 1;
-  while (tiles > 2048 * run) run *= 2;
+  while (tiles > kMostRuns * run) run *= 2;
   return run;
 }
-
-// Owner of each range such that the sum of kept[owner, range] is largest. kept: [shards, shards]. Exact
-// (Hungarian method), O(shards^3).
-std::vector<int> match_ranges(const std::vector<int64_t>& kept, int shards);
 
 }  // namespace mgpu::splat

@@ -1176,7 +1176,7 @@ void check_cells(int64_t rows, int views, bool sorted, bool several_steps) {
   const auto frame_with = [&](const Cells* used) {
     Frame frame = make_frame(table, cameras, &history, 3, false, false);
     frame.cells = used;
-    assign_tiles(frame);
+    order_tiles(frame);
     run_project(frame);
     return frame;
   };
