@@ -50,7 +50,7 @@ void measure_cells(const SplatColumns& columns, const AdamState& state, const Ce
   });
 }
 
-// As fast at a million rows, faster from there on (docs/benchmarks.md); walking fewer takes 0.02 ms at most.
-int64_t least_rows_for_cells() { return int64_t{1} << 16; }
+// 112 thousand rows are 5 us slower with cells, a million as fast, more are faster (docs/benchmarks.md).
+int64_t least_rows_for_cells() { return int64_t{1} << 19; }
 
 }  // namespace mgpu::splat

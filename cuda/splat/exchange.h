@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // exchange.h: stages 4 and 8: records travel from their homes to the owners of the tiles they touch, and
-// their gradients back; one contiguous copy per pair of shards each way (transport.h). But for the loss's halo
-// (pixels.h), and for images that are asked for, the only place where shards meet each other's data.
+// their gradients back; one contiguous copy per pair of shards each way (transport.h). But for the loss's
+// halo (pixels.h), and for images that are asked for, the only place where shards meet each other's data.
 #pragma once
 #include <vector>
 
