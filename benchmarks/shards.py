@@ -3,8 +3,8 @@
 
 Scenes are those of fast_step.py. For each mesh, in a process of its own, milliseconds: the median step (L1 + D-SSIM, batch 1);
 each stage with the GPUs waited for around it (MGPU_STAGE_TIMES=1); each stage as the host sees it, without its waits for
-read-backs, which are a stage "wait" (MGPU_STAGE_TIMES=host). With several GPUs steps and host times are also taken with a
-launching thread a GPU (MGPU_LAUNCH_THREADS=1).
+read-backs, which are a stage "wait" (MGPU_STAGE_TIMES=host). Rows are sorted before, and on
+several shards placed.
 
     python benchmarks/shards.py [--meshes 0 0,1 0,0,0,0] [--rows 112k@1080p 49M@4K] [--quick] [--json FILE]
 """
@@ -44,29 +44,39 @@ def stage_medians(side: fast_step.Mgpu, timing: str) -> dict[str, float]:
     return {stage: statistics.median(times) for stage, times in steps.items()}
 
 
+def sort_and_place(side: fast_step.Mgpu) -> None:
+    """Sort the rows, and on several shards deal them by who is seen, as ns-train does."""
+    from ns_mgpu_splat.partition.placement import Placement
+
+    side.table.reorder(side.adam)
+    if len(side.shards) == 1:
+        return
+    placement = Placement()
+    for _ in range(3):
+        side.iteration("full")
+    placement.observe(side.table, side.adam)
+    side.adam.flush()
+    placement.update(side.table, side.adam)
+
+
 def measure(rows: list[str], quick: bool) -> dict[str, Any]:
     """The figures of this process's mesh."""
     side = fast_step.Mgpu(quick)
-    several = len(set(side.shards)) > 1
     out: dict[str, Any] = {}
     for name in rows:
         row = fast_step.ROWS[name]
         side.prepare(row)
-        figures: dict[str, Any] = {}
-        for threads in ("0", "1") if several else ("0",):
-            os.environ["MGPU_LAUNCH_THREADS"] = threads
-            figures["threads" if threads == "1" else "one thread"] = {
-                "step": side.clock.median_ms(partial(side.iteration, "full")),
-                "host": stage_medians(side, "host"),
-            }
-        os.environ["MGPU_LAUNCH_THREADS"] = "0"
+        sort_and_place(side)
+        figures: dict[str, Any] = {
+            "step": side.clock.median_ms(partial(side.iteration, "full")),
+            "host": stage_medians(side, "host"),
+        }
         figures["gpus"] = stage_medians(side, "1")
-        links = fast_step_links(side)
-        out[name] = figures | {"links": links}
+        out[name] = figures | {"links": links_of(side)}
     return out
 
 
-def fast_step_links(side: fast_step.Mgpu) -> dict[str, float]:
+def links_of(side: fast_step.Mgpu) -> dict[str, float]:
     """Megabytes between shards in a step, and the largest load over the mean."""
     from ns_mgpu_splat import train_step
 
@@ -91,10 +101,8 @@ def show(mesh: str, name: str, figures: dict[str, Any]) -> None:
         parts = "  ".join(f"{stage} {ms:.3f}" for stage, ms in stages.items())
         print(f"  {label:<18} {sum(stages.values()):7.3f} = {parts}")
 
-    for label in ("one thread", "threads"):
-        if label in figures:
-            print(f"  step, {label}: {figures[label]['step']:.3f} ms")
-            line(f"host, {label}", figures[label]["host"])
+    print(f"  step: {figures['step']:.3f} ms")
+    line("host", figures["host"])
     line("GPUs, stage by stage", figures["gpus"])
 
 

@@ -1,25 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn, or a thread a GPU
-// where a stage has many launches; the GPUs run side by side, and wait for each other only around an
-// exchange.
+// fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn; the GPUs run side by
+// side, and wait for each other only around an exchange.
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "mesh/behalf.h"
 #include "mesh/fork_join.h"
 #include "mesh/gate.h"
 #include "mesh/late.h"
@@ -46,11 +40,7 @@ cudaStream_t default_stream(int device) {
   return stream;
 }
 
-using Streams = std::array<cudaStream_t, kMaxDevices>;
-thread_local const Streams* streams_on_behalf = nullptr;  // of the thread that this one launches for
-
 cudaStream_t device_stream(int device) {
-  if (streams_on_behalf) return streams_on_behalf->at(static_cast<size_t>(device));
   const StreamProvider provider = stream_provider.load();
   return provider ? provider(device) : default_stream(device);
 }
@@ -121,91 +111,6 @@ void run_shard(const char* stage, const std::function<void(const Shard&)>& work,
     throw std::runtime_error(std::string(stage) + " on shard " + std::to_string(shard.index) + " (" +
                              shard.name + "): " + error.what());
   }
-}
-
-void pause_thread() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
-
-// What one call of launch_on_shards asks for.
-struct Errand {
-  const char* stage;
-  const std::function<void(const Shard&)>* work;
-  Streams streams;
-};
-
-// A thread that launches on one GPU. It looks out for the next errand for as long as the stages of a step are
-// apart, and then sleeps.
-class Launcher {
- public:
-  explicit Launcher(int device) : device_(device) { std::thread(&Launcher::loop, this).detach(); }
-
-  void start(const Errand& errand) {
-    errand_ = &errand;
-    asked_.store(asked_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-    asked_.notify_one();
-  }
-  // The error of the GPU's first shard that had one, and which shard that was.
-  std::pair<std::exception_ptr, int> wait() {
-    while (done_.load(std::memory_order_acquire) != asked_.load(std::memory_order_relaxed)) pause_thread();
-    return {std::exchange(error_, nullptr), failed_};
-  }
-
- private:
-  void loop() {
-    constexpr int kLooks = 4000;  // some 0.1 to 0.2 ms
-    cudaSetDevice(device_);       // for good; where it fails, each errand says so
-    for (uint32_t last = 0;; ++last) {
-      for (int look = 0; look < kLooks && asked_.load(std::memory_order_acquire) == last; ++look)
-        pause_thread();
-      asked_.wait(last, std::memory_order_acquire);
-      serve(*errand_);
-      done_.store(last + 1, std::memory_order_release);
-    }
-  }
-  void serve(const Errand& errand) {
-    const LaunchOnBehalf launch;
-    streams_on_behalf = &errand.streams;
-    int at = -1;
-    try {
-      for (const Shard& shard : mesh().shards()) {
-        at = shard.index;
-        if (shard_device(at) == device_) run_shard(errand.stage, *errand.work, shard);
-      }
-    } catch (...) {
-      error_ = std::current_exception();
-      failed_ = at;
-    }
-    streams_on_behalf = nullptr;
-  }
-
-  const int device_;
-  const Errand* errand_ = nullptr;
-  std::atomic<uint32_t> asked_{0}, done_{0};
-  std::exception_ptr error_;
-  int failed_ = -1;
-};
-
-// By place in mesh().gpus(), but for the lead's GPU, which the caller serves. They live until the process
-// ends.
-std::vector<std::unique_ptr<Launcher>>& launchers() {
-  static auto* const all = [] {
-    auto* made = new std::vector<std::unique_ptr<Launcher>>;
-    const std::vector<int>& gpus = mesh().gpus();
-    for (size_t i = 1; i < gpus.size(); ++i) made->push_back(std::make_unique<Launcher>(gpus[i]));
-    return made;
-  }();
-  return *all;
-}
-std::atomic<bool> launchers_busy{false};  // another thread's errand is under way
-
-bool threads_wanted() {
-  const char* const value = std::getenv("MGPU_LAUNCH_THREADS");
-  return value && std::strcmp(value, "1") == 0;
 }
 
 }  // namespace
@@ -332,47 +237,6 @@ void for_each_shard(const char* stage, const std::function<void(const Shard&)>& 
   if (access == Access::kExchange) join_shards();
   for (const Shard& shard : mesh().shards()) run_shard(stage, work, shard);
   if (access == Access::kExchange) join_shards();
-}
-
-void launch_on_shards(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
-  if (!several_gpus() || !threads_wanted() || streams_on_behalf || launchers_busy.exchange(true))
-    return for_each_shard(stage, work, access);
-  const LaunchScope launch;
-  std::exception_ptr error;
-  int failed = -1;
-  const auto record = [&](std::exception_ptr problem, int shard) {  // that of the lowest shard is thrown
-    if (problem && (!error || shard < failed)) {
-      error = std::move(problem);
-      failed = shard;
-    }
-  };
-  try {
-    if (access == Access::kExchange) join_shards();
-    Errand errand{stage, &work, {}};
-    for (const int gpu : mesh().gpus()) {
-      errand.streams.at(static_cast<size_t>(gpu)) = device_stream(gpu);
-      ahead_here().mark(gpu);  // the threads' own marks are not this one's
-    }
-    for (const auto& launcher : launchers()) launcher->start(errand);
-    int at = -1;
-    try {
-      for (const Shard& shard : mesh().shards()) {
-        at = shard.index;
-        if (shard_device(at) == mesh().gpus().front()) run_shard(stage, work, shard);
-      }
-    } catch (...) {
-      record(std::current_exception(), at);
-    }
-    for (const auto& launcher : launchers()) {
-      auto [problem, shard] = launcher->wait();
-      record(std::move(problem), shard);
-    }
-    if (!error && access == Access::kExchange) join_shards();
-  } catch (...) {
-    record(std::current_exception(), 0);
-  }
-  launchers_busy.store(false);
-  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace mgpu

@@ -3,8 +3,6 @@
 
 #include <shared_mutex>
 
-#include "mesh/behalf.h"
-
 namespace mgpu {
 
 namespace {
@@ -25,10 +23,6 @@ LaunchScope::LaunchScope() {
 LaunchScope::~LaunchScope() {
   if (--depth == 0) gate().unlock_shared();
 }
-
-LaunchOnBehalf::LaunchOnBehalf() { ++depth; }
-
-LaunchOnBehalf::~LaunchOnBehalf() { --depth; }
 
 // Inside a LaunchScope of its own the thread would wait for itself: it stays in, and the pages move all the
 // same, because a thread that is moving pages launches nothing.

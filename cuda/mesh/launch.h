@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 
 #include "mesh/fork_join.h"
 #include "mesh/mesh.h"
@@ -32,12 +31,6 @@ void set_stream_provider(StreamProvider provider);
 // Every GPU's stream waits for what the others have been given so far. By events: the host does not wait.
 // Free on a mesh with one GPU, and where nothing was given since the latest join.
 void join_shards();
-
-// As for_each_shard, for a stage of many launches: with MGPU_LAUNCH_THREADS=1 a thread a GPU makes them, so
-// that the last GPU does not wait until the host has served all others. `work` of different shards runs at
-// once.
-void launch_on_shards(const char* stage, const std::function<void(const Shard&)>& work,
-                      Access access = Access::kLocal);
 
 // Around a public operator whose first or last stage is local: its operands may come from any GPU, its
 // results go to any.

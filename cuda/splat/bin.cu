@@ -386,7 +386,7 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
 }  // namespace
 
 void bin_records(Frame& frame) {
-  launch_on_shards("bin", [&](const Shard& shard) {
+  for_each_shard("bin", [&](const Shard& shard) {
     bin_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
   });
 }

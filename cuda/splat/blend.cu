@@ -982,7 +982,7 @@ void backward_owner(const Frame& frame, int self, TileOwner& owner,
 }  // namespace
 
 void blend(Frame& frame) {
-  launch_on_shards("blend", [&](const Shard& shard) {
+  for_each_shard("blend", [&](const Shard& shard) {
     blend_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
   });
   if (frame.images_are_local()) return;
@@ -995,7 +995,7 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   const auto work = [&](const Shard& shard) {
     backward_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)], grads);
   };
-  launch_on_shards("blend_backward", work, frame.images_are_local() ? Access::kLocal : Access::kExchange);
+  for_each_shard("blend_backward", work, frame.images_are_local() ? Access::kLocal : Access::kExchange);
 }
 
 }  // namespace mgpu::splat

@@ -763,7 +763,7 @@ void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weigh
   std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));  // [images]
   const bool any_mask = std::any_of(images.begin(), images.end(),
                                     [](const PatchedImage& image) { return image.images.mask != nullptr; });
-  launch_on_shards("loss", [&](const Shard& shard) {
+  for_each_shard("loss", [&](const Shard& shard) {
     const auto self = static_cast<size_t>(shard.index);
     part[self] = Buffer<Sums>(count, shard.index);
     if (any_mask) {

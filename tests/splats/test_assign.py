@@ -164,7 +164,7 @@ def test_owners_follow_what_they_hold_and_not_their_number() -> None:
 
 
 @given(counted, st.integers(1, 9), st.integers(0, 8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_runs_of_tiles_are_cut_as_their_tiles_would_be(
     columns: list[list[int]], run: int, missing: int
 ) -> None:
