@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -353,6 +354,21 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         data = self.train_dataset
         self._place = divmod(step, len(data))
         data.pictures.prefetch(self._coming(step))
+
+    def bring_images(self, step: int, steps: int) -> Iterator[None]:
+        """Bring the images of so many steps to the device, one an iteration, where all of them stay there; elsewhere none.
+
+        An image that cannot be read, or for which there is no memory, is left for its step to say so.
+        """
+        if self._feed is None:
+            self._feed = self._new_feed()
+        if not self._feed.resident:
+            return
+        for s in range(step, step + min(steps, len(self.train_dataset))):
+            with suppress(ImageError, torch.OutOfMemoryError):
+                for index in islice(self._wanted(s), 1):
+                    self.train_image(s, index)
+            yield
 
     def _coming(self, step: int) -> list[int]:
         """The images of a step and of those after it, as many as may be on their way."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensorboard's files are made of, quickly: events of numbers, and the checksum of whatever is written.
+"""What tensorboard's files are made of, quickly: events of numbers and pictures, and the checksum of whatever is written.
 
 Nerfstudio asks for a protobuf that is pure Python from Python 3.11 on, and tensorboard takes its checksum (CRC-32C) byte by
 byte in Python: half a millisecond for the numbers of a step, and a third of a second for a picture, in a thread that keeps the
@@ -8,13 +8,15 @@ training loop from Python's interpreter meanwhile.
 
 from __future__ import annotations
 
+import io
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 kPolynomial = 0x82F63B78  # of CRC-32C, lowest power in the highest bit
 kPiece = 512  # bytes of which the sum is taken at once
@@ -22,8 +24,22 @@ kPiece = 512  # bytes of which the sum is taken at once
 
 def event_of(step: int, numbers: Mapping[str, float]) -> bytes:
     """A serialised `tensorboard.Event` (event.proto) with a `simple_value` for each name, and the present time."""
-    values = b"".join(_field(1, _tag(name) + struct.pack("<f", number)) for name, number in numbers.items())
-    return b"\x09" + struct.pack("<d", time.time()) + b"\x10" + _varint(step) + _field(5, values)
+    return _event(step, (_tag(name) + struct.pack("<f", number) for name, number in numbers.items()))
+
+
+def picture_event_of(step: int, name: str, picture: NDArray[np.uint8]) -> bytes:
+    """A serialised `tensorboard.Event` with a picture (H, W, 3), as a PNG that takes a third of the usual time and more room."""
+    png = io.BytesIO()
+    Image.fromarray(picture).save(png, format="PNG", compress_level=1)
+    height, width, channels = picture.shape
+    sizes = b"\x08" + _varint(height) + b"\x10" + _varint(width) + b"\x18" + _varint(channels)
+    return _event(step, [_field(1, name.encode()) + _field(4, sizes + _field(4, png.getvalue()))])
+
+
+def _event(step: int, values: Iterable[bytes]) -> bytes:
+    """An `Event` of the present time with a `Summary` of these values."""
+    summary = b"".join(_field(1, value) for value in values)
+    return b"\x09" + struct.pack("<d", time.time()) + b"\x10" + _varint(step) + _field(5, summary)
 
 
 @cache

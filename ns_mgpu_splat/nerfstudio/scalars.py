@@ -13,7 +13,7 @@ from typing import Any
 from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventType, LocalWriter, TensorboardWriter
 
-from ns_mgpu_splat.nerfstudio.event_bytes import event_of
+from ns_mgpu_splat.nerfstudio.event_bytes import event_of, picture_event_of
 
 
 def write_out() -> None:
@@ -32,23 +32,29 @@ def write_out() -> None:
 
 
 def _to_tensorboard(place: TensorboardWriter, storage: list[dict[str, Any]]) -> None:
-    """Numbers of a step together, under the names that Nerfstudio gives them; all else as it does."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
+    """Numbers of a step together, under the names that Nerfstudio gives them; pictures without its PNGs' slow compression."""
     numbers: dict[int, dict[str, float]] = defaultdict(dict)
     for event in storage:
-        kind, name, value = event["write_type"], event["name"], event["event"]
+        kind, name, value, step = event["write_type"], event["name"], event["event"], event["step"]
         if kind is EventType.SCALAR:
-            numbers[event["step"]][name] = float(value)
+            numbers[step][name] = float(value)
         elif kind is EventType.DICT:
-            numbers[event["step"]].update({f"{name}/{key}": float(entry) for key, entry in value.items()})
+            numbers[step].update({f"{name}/{key}": float(entry) for key, entry in value.items()})
+        elif kind is EventType.IMAGE and value.shape[-1] == 3:
+            _write(place, picture_event_of(step, name, writer.to8b(value).numpy()))
         else:
-            getattr(place, kind.value)(name, value, event["step"])
+            getattr(place, kind.value)(name, value, step)
+    for step, values in numbers.items():
+        _write(place, event_of(step, values))
+
+
+def _write(place: TensorboardWriter, data: bytes) -> None:
+    """Hand a serialised event to the thread that writes the file."""
     writer_of_file = place.tb_writer._get_file_writer().event_writer
     queue = getattr(writer_of_file, "_async_writer", None)  # of tensorboard 2: takes bytes
-    for step, values in numbers.items():
-        data = event_of(step, values)
-        if queue is not None:
-            queue.write(data)
-        else:
-            writer_of_file.add_event(Event.FromString(data))
+    if queue is not None:
+        queue.write(data)
+        return
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    writer_of_file.add_event(Event.FromString(data))

@@ -513,6 +513,9 @@ class MgpuSplatTrainer(Trainer):
         self._check_rows(self._start_step - 1)
         self._choose_steps()
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME), self._signals():
+            for _ in self.pipeline.datamanager.bring_images(self._start_step, end - self._start_step):
+                if self._stopping():
+                    break
             self._clock.start(self._start_step)
             for step in range(self._start_step, end):
                 self.step = step

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import io
 import time
 
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as tensorboards
 
-from ns_mgpu_splat.nerfstudio.event_bytes import event_of, kPiece, masked_crc32c
+from ns_mgpu_splat.nerfstudio.event_bytes import event_of, kPiece, masked_crc32c, picture_event_of
 
 
 @pytest.mark.parametrize("size", [4, 5, 8, kPiece - 1, kPiece, kPiece + 1, 3 * kPiece + 77, 20_000])
@@ -38,3 +40,14 @@ def test_protobuf_reads_the_events(step: int) -> None:
     assert [value.tag for value in values] == list(numbers)
     found = [value.simple_value for value in values]
     assert found == pytest.approx([np.float32(number) for number in numbers.values()], rel=0, nan_ok=True)
+
+
+def test_protobuf_reads_the_pictures() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (40, 300, 3), dtype=np.uint8)
+    event = Event.FromString(picture_event_of(500, "Eval Images/img", picture))
+    (value,) = event.summary.value
+    assert (event.step, value.tag) == (500, "Eval Images/img")
+    assert (value.image.height, value.image.width, value.image.colorspace) == (40, 300, 3)
+    with Image.open(io.BytesIO(value.image.encoded_image_string)) as shown:
+        assert shown.format == "PNG"
+        assert np.array_equal(np.asarray(shown), picture)

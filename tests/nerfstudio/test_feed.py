@@ -134,3 +134,23 @@ def test_cache_and_threads_change_neither_order_nor_pictures_and_memory_stays_wi
         seen.append(order)
     assert seen[0] == seen[1] == seen[2]
     assert len(set(seen[0])) == len(data)
+
+
+@pytest.mark.parametrize("device_gib", [0.0, 1.0])
+def test_images_come_before_the_first_step_where_they_stay(tmp_path: Path, device_gib: float) -> None:
+    """Those of the steps to come, and no more; one that cannot be read ends its own step, not the start."""
+    scene.write_nerfstudio(tmp_path, images=9, points=20)
+    config = MgpuSplatDatamanagerConfig(data=tmp_path, device_cache_gib=device_gib)
+    manager = config.setup(device="mgpu", test_mode="val")
+    count = len(manager.train_dataset)
+    wanted = [manager.train_index(step) for step in range(5, 5 + count)]
+    bad = manager.train_dataset.image_filenames[wanted[1]]
+    bad.write_bytes(b"")
+    assert len(list(manager.bring_images(5, 3))) == (3 if device_gib else 0)
+    there = manager._feed._there if manager._feed is not None else {}
+    assert set(there) == ({wanted[0], wanted[2]} if device_gib else set())
+    assert len(list(manager.bring_images(5, 10_000))) == (count if device_gib else 0)
+    image = manager.train_image(5, wanted[0]).image
+    assert torch.equal(image.cpu(), manager.train_dataset.picture(wanted[0]).image)
+    with pytest.raises(ImageError, match=bad.name):
+        manager.train_image(6, wanted[1])
