@@ -25,12 +25,17 @@ struct CullView {
   float fx, fy, abs_fx, abs_fy;
   float reach_x, reach_y, reach;  // pixels a unit of s / z, times G; the larger one, without G
   float slope[4], abs_slope[4];   // pixels from the principal point to where nothing is seen
+  CameraModel model;
+  // Of a fisheye, where reach_x and reach are focal lengths and pixels a unit of s / r:
+  float norm, max_angle, distortion[4];  // norm: of the rotation, as an operator
+  float image_radius;                    // focal lengths, with what does not depend on s
 };
 
 constexpr float kCullRootK = 3.68f;  // G: sqrt(2 ln 255 + 1e-5), and a tenth for what tile.h adds to it
 constexpr float kCullRootDilation = 0.55f;  // above sqrt(0.3)
 constexpr float kCullLargestSigma = 100.f;  // px; beyond, tile.h may add more than a tenth
 
+template <bool kAnyModel = true>
 HOST_DEVICE inline CullView make_cull_view(const View& view) {
   CullView out{};
   const float* w = view.rotation;
@@ -61,6 +66,27 @@ HOST_DEVICE inline CullView make_cull_view(const View& view) {
   out.reach = std::fmax(reach_x, reach_y);
   out.reach_x = kCullRootK * reach_x;
   out.reach_y = kCullRootK * reach_y;
+  out.model = view.model;
+  if (kAnyModel && view.model == CameraModel::kOrtho) {
+    out.reach = kSlack * std::fmax(out.abs_fx * norm_at(0, 0.f), out.abs_fy * norm_at(1, 0.f));
+    out.reach_x = kCullRootK * kSlack * out.abs_fx * norm_at(0, 0.f);
+    out.reach_y = kCullRootK * kSlack * out.abs_fy * norm_at(1, 0.f);
+  }
+  if (kAnyModel && view.model == CameraModel::kFisheye) {
+    float largest_sum = 0.f;  // of a row of W W^T: 1 of a rotation
+    for (int i = 0; i < 3; ++i) {
+      float sum = 0.f;
+      for (int k = 0; k < 3; ++k) sum += std::fabs(dot3(w + 3 * i, w + 3 * k));
+      largest_sum = std::fmax(largest_sum, sum);
+    }
+    out.norm = kSlack * std::sqrt(largest_sum);
+    out.max_angle = view.max_angle;
+    for (int i = 0; i < 4; ++i) out.distortion[i] = view.distortion[i];
+    out.reach = view.stretch * out.norm * std::fmax(out.abs_fx, out.abs_fy);
+    out.reach_x = kCullRootK * view.stretch * out.norm;
+    out.image_radius =
+        view.image_radius + (kCullRootK * kCullRootDilation + 1.f) / std::fmin(out.abs_fx, out.abs_fy);
+  }
   const float side[4] = {static_cast<float>(view.width) - view.cx, view.cx,
                          static_cast<float>(view.height) - view.cy, view.cy};
   for (int i = 0; i < 4; ++i) {
@@ -81,9 +107,30 @@ HOST_DEVICE inline float cull_exp(float x) {
 #endif
 }
 
+// The test by a cone: of means within `distance` of the point (x, y, z) of the camera, with scales up to
+// `scale`.
+HOST_DEVICE inline bool beyond_cone(const CullView& view, const float camera[3], float distance,
+                                    float scale) {
+  const float r2 = camera[0] * camera[0] + camera[1] * camera[1];
+  const float far = std::sqrt(r2 + camera[2] * camera[2]);
+  if (far + distance <= 0.9999f * kNearPlane) return true;
+  if (!(distance < 0.999f * far)) return false;
+  const float around = mul_add(1.001f, std::asin(distance / far), 1e-5f);
+  const float angle = std::atan2(std::sqrt(r2), camera[2]);
+  const float low = std::fmax(angle - around, 0.f);
+  if (low > view.max_angle) return true;
+  const float high = std::fmin(angle + around, view.max_angle);
+  const float stretch = high < 0.01f ? 1.001f : high / std::sin(high);
+  const float nearest = std::fmax(far - distance, kNearPlane);
+  const bool bounded = view.reach * stretch * scale <= kCullLargestSigma * nearest;
+  return bounded & (fisheye_radius(view.distortion, low) >
+                    view.image_radius + view.reach_x * stretch * scale / nearest);
+}
+
 // True only if no Gaussian can be seen whose largest log scale is at most `largest_log_scale` and whose mean
 // is, on each axis, within mean_margin + noise s^2 of `mean`, s being the largest scale. What is not finite
 // is never rejected.
+template <bool kAnyModel = true>
 HOST_DEVICE inline bool surely_unseen(const CullView& view, const float mean[3], float largest_log_scale,
                                       float mean_margin, float noise) {
   const float* w = view.rotation;
@@ -96,16 +143,20 @@ HOST_DEVICE inline bool surely_unseen(const CullView& view, const float mean[3],
   const float margin = mul_add(noise * scale, scale, mean_margin);
   const float rounding = mul_add(view.rounding_per_mean,
                                  std::fabs(mean[0]) + std::fabs(mean[1]) + std::fabs(mean[2]), view.rounding);
+  if (kAnyModel && view.model == CameraModel::kFisheye)
+    return beyond_cone(view, camera, mul_add(1.7321f * margin, view.norm, 2.f * rounding), scale);
   const float dx = mul_add(margin, view.row_norm[0], rounding),
               dy = mul_add(margin, view.row_norm[1], rounding);
   const float dz = mul_add(margin, view.row_norm[2], rounding), z = camera[2];
-  const float nearest = z - dz > kNearPlane ? z - dz : kNearPlane;
+  const bool ortho = kAnyModel && view.model == CameraModel::kOrtho;
+  const float away = ortho ? 1.f : z, away_margin = ortho ? 0.f : dz;
+  const float nearest = ortho ? 1.f : z - dz > kNearPlane ? z - dz : kNearPlane;
   const bool bounded = view.reach * scale <= kCullLargestSigma * nearest;
   const float half_x = mul_add(view.abs_fx, dx, view.reach_x * scale);
   const float half_y = mul_add(view.abs_fy, dy, view.reach_y * scale);
   const float across_x = view.fx * camera[0], across_y = view.fy * camera[1];
   const auto beyond = [&](int side, float along, float half) {
-    return mul_add(-view.abs_slope[side], dz, mul_add(-view.slope[side], z, along)) > half;
+    return mul_add(-view.abs_slope[side], away_margin, mul_add(-view.slope[side], away, along)) > half;
   };
   return (z + dz <= kNearPlane) | (bounded & (beyond(0, across_x, half_x) | beyond(1, -across_x, half_x) |
                                               beyond(2, across_y, half_y) | beyond(3, -across_y, half_y)));
@@ -199,6 +250,7 @@ struct CellMargins {
 
 // True only if no row can be seen that is in the cell, or whose missed steps started in it. The box is tested
 // plane by plane, exactly; see above for the plane that the test against an image side is.
+template <bool kAnyModel = true>
 HOST_DEVICE inline bool surely_unseen(const CullView& view, const Cell& cell, const CellMargins& margins) {
   const float* w = view.rotation;
   const float scale = cull_exp(cell.log_scale + margins.log_scale);
@@ -217,18 +269,23 @@ HOST_DEVICE inline bool surely_unseen(const CullView& view, const Cell& cell, co
                 mul_add(w[3 * i + 1], centre[1], mul_add(w[3 * i + 2], centre[2], view.translation[i])));
   }
   const float rounding = mul_add(view.rounding_per_mean, size, view.rounding);
+  if (kAnyModel && view.model == CameraModel::kFisheye) {
+    const float across = std::sqrt(dot3(half, half));
+    return beyond_cone(view, camera, mul_add(view.norm, across, 2.f * rounding), scale);
+  }
+  const bool ortho = kAnyModel && view.model == CameraModel::kOrtho;
   const auto extent = [&](float x, float y, float z) {
     return mul_add(std::fabs(x), half[0], mul_add(std::fabs(y), half[1], std::fabs(z) * half[2]));
   };
   const float z = camera[2], dz = extent(w[6], w[7], w[8]) + rounding;
-  const float nearest = z - dz > kNearPlane ? z - dz : kNearPlane;
+  const float nearest = ortho ? 1.f : z - dz > kNearPlane ? z - dz : kNearPlane;
   const bool bounded = view.reach * scale <= kCullLargestSigma * nearest;
   const auto beyond = [&](int side, float focal, const float* row, float along, float reach) {
-    const float slope = view.slope[side];
-    const float away = extent(mul_add(-slope, w[6], focal * row[0]), mul_add(-slope, w[7], focal * row[1]),
-                              mul_add(-slope, w[8], focal * row[2]));
+    const float slope = view.slope[side], with_z = ortho ? 0.f : -slope;
+    const float away = extent(mul_add(with_z, w[6], focal * row[0]), mul_add(with_z, w[7], focal * row[1]),
+                              mul_add(with_z, w[8], focal * row[2]));
     const float rounded = (std::fabs(focal) + view.abs_slope[side]) * rounding;
-    return mul_add(-slope, z, focal * along) > away + rounded + reach * scale;
+    return mul_add(-slope, ortho ? 1.f : z, focal * along) > away + rounded + reach * scale;
   };
   return (z + dz <= kNearPlane) | (bounded & (beyond(0, view.fx, w, camera[0], view.reach_x) |
                                               beyond(1, -view.fx, w, camera[0], view.reach_x) |

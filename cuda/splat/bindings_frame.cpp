@@ -37,7 +37,7 @@ std::vector<View> views_of(const std::vector<CameraArguments>& cameras) {
   views.reserve(cameras.size());
   int64_t tile_begin = 0;
   for (size_t v = 0; v < cameras.size(); ++v) {
-    const auto& [given, fx, fy, cx, cy, width, height] = cameras[v];
+    const auto& [given, fx, fy, cx, cy, width, height, model, distortion] = cameras[v];
     TORCH_CHECK_VALUE(given.dim() == 2 && given.size(0) == 4 && given.size(1) == 4, "viewmat of cameras[", v,
                       "] is ", shape_of(given), ", expected [4, 4].");
     const bool ready = given.device().is_cpu() && given.scalar_type() == at::kFloat && given.is_contiguous();
@@ -49,7 +49,11 @@ std::vector<View> views_of(const std::vector<CameraArguments>& cameras) {
                           height <= kMaxTilesAcross * kTileSize,
                       "camera ", v, " is ", width, "x", height, " pixels; each side must be 1 to ",
                       kMaxTilesAcross * kTileSize);
-    views.push_back(make_view(matrix, fx, fy, cx, cy, width, height, tile_begin));
+    TORCH_CHECK_VALUE(model >= 0 && model <= static_cast<int>(CameraModel::kOrtho), "camera ", v,
+                      " has model number ", model, "; there are 0 (pinhole), 1 (fisheye) and 2 (ortho).");
+    CameraLens lens{static_cast<CameraModel>(model)};
+    std::copy(distortion.begin(), distortion.end(), lens.distortion);
+    views.push_back(make_view(matrix, fx, fy, cx, cy, width, height, tile_begin, lens));
     tile_begin += views.back().tile_count();
   }
   return views;

@@ -19,8 +19,10 @@
 
 namespace mgpu::splat {
 
-// viewmat [4, 4] (world to camera; anywhere, of any float type), fx, fy, cx, cy in pixels, width, height.
-using CameraArguments = std::tuple<at::Tensor, double, double, double, double, int, int>;
+// viewmat [4, 4] (world to camera; anywhere, of any float type), fx, fy, cx, cy in pixels, width, height, the
+// number of the CameraModel, and k1..k4 of a fisheye.
+using CameraArguments =
+    std::tuple<at::Tensor, double, double, double, double, int, int, int, std::array<double, 4>>;
 std::vector<View> views_of(const std::vector<CameraArguments>& cameras);
 
 // [C, 4, 4] on the CPU from [C, 12] sums, row-major 3x4.

@@ -46,7 +46,7 @@ struct Record {
   float conic[3];   // inverse of the dilated 2D covariance: xx, xy, yy
   float opacity;    // after antialiasing's compensation
   float rgb[3];
-  float depth;            // z in the camera
+  float depth;            // z in the camera; of a fisheye the distance to it
   uint16_t tile_rect[4];  // x0, y0, x1, y1 (exclusive), in tiles
 };
 static_assert(sizeof(Record) == 48);
@@ -214,6 +214,12 @@ struct Frame {
   std::vector<StageTime> times;  // in the order they ran
   FrameLinks links;
 
+  bool all_pinholes() const {
+    for (const View& view : views) {
+      if (view.model != CameraModel::kPinhole) return false;
+    }
+    return true;
+  }
   const AdamState* state_or_null() const { return replays ? &state : nullptr; }
   const AdamHistory* history_or_null() const { return replays ? &history : nullptr; }
   int64_t tile_count() const {

@@ -64,7 +64,7 @@ struct ListedCells {
 };
 
 // A thread a cell. state: [blocks], zero before; also clears the histogram that the last kernel adds to.
-template <bool kOneView>
+template <bool kOneView, bool kAnyModel>
 __global__ void __launch_bounds__(kThreads)
     list_cells_kernel(const __grid_constant__ CellSource in, const __grid_constant__ ListedCells out,
                       SumState* state, SumState* histogram) {
@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(kThreads)
   for (int v = 0; v < in.num_views; ++v) {
     if (!kOneView) {
       __syncthreads();
-      if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
+      if (threadIdx.x == 0) s_view = math::make_cull_view<kAnyModel>(in.views[v]);
       __syncthreads();
     }
     const math::CullView& view = kOneView ? in.view0 : s_view;
-    kept |= at < in.cells.count && !math::surely_unseen(view, cell, in.margins);
+    kept |= at < in.cells.count && !math::surely_unseen<kAnyModel>(view, cell, in.margins);
   }
   const unsigned lanes = __ballot_sync(kAllLanes, kept);
   if (lane == 0) s_count[warp] = __popc(lanes);
@@ -154,6 +154,7 @@ __device__ __forceinline__ CullRow load_cull_row(const CullSource& in, int64_t r
 
 // Whether a row that its noise may bring into view can be: how far noise goes depends on how transparent the
 // row may have become. Few rows are asked.
+template <bool kAnyModel>
 __device__ __noinline__ bool may_be_seen_by_noise(const CullSource& in, const math::CullView& view,
                                                   CullRow row, int64_t index) {
   constexpr int kOpacities = 3;
@@ -165,12 +166,12 @@ __device__ __noinline__ bool may_be_seen_by_noise(const CullSource& in, const ma
   const float logit =
       in.opacities[index] - ratio * math::largest_drift(in.history.two[kOpacities][missed_from]);
   const float gate = 1.001f / (1.f + expf(100.f * (math::sigmoid(logit) - 0.005f)));  // add_mcmc_noise's
-  return !math::surely_unseen(view, row.mean, row.log_scale, row.margin, row.noise * gate);
+  return !math::surely_unseen<kAnyModel>(view, row.mean, row.log_scale, row.margin, row.noise * gate);
 }
 
 // A chunk of rows, in all views: of all rows a block each, of the listed cells as many as there are, in turn.
 // state: [views, chunks] (of all rows), zero before; also clears the histogram that the last kernel adds to.
-template <bool kOneView, bool kListed>
+template <bool kOneView, bool kListed, bool kAnyModel>
 __global__ void __launch_bounds__(kThreads, 4)
     cull_kernel(const __grid_constant__ CullSource in, const __grid_constant__ ListedCells listed,
                 const __grid_constant__ Candidates out, SumState* state, int64_t all_chunks,
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int v = 0; v < in.num_views; ++v) {
       if (!kOneView) {
         __syncthreads();
-        if (threadIdx.x == 0) s_view = math::make_cull_view(in.views[v]);
+        if (threadIdx.x == 0) s_view = math::make_cull_view<kAnyModel>(in.views[v]);
         __syncthreads();
       }
       const math::CullView& view = kOneView ? in.view0 : s_view;
@@ -218,13 +219,15 @@ __global__ void __launch_bounds__(kThreads, 4)
       unsigned lanes[kCullRows];
 #pragma unroll
       for (int k = 0; k < kCullRows; ++k) {
-        kept[k] = (index[k] < in.rows.end) &
-                  !math::surely_unseen(view, row[k].mean, row[k].log_scale, row[k].margin, row[k].noise);
+        kept[k] =
+            (index[k] < in.rows.end) &
+            !math::surely_unseen<kAnyModel>(view, row[k].mean, row[k].log_scale, row[k].margin, row[k].noise);
       }
       if (in.replays && in.history.noise_var) {
 #pragma unroll
         for (int k = 0; k < kCullRows; ++k) {
-          if (kept[k] && row[k].noise > 0.f) kept[k] = may_be_seen_by_noise(in, view, row[k], index[k]);
+          if (kept[k] && row[k].noise > 0.f)
+            kept[k] = may_be_seen_by_noise<kAnyModel>(in, view, row[k], index[k]);
         }
       }
 #pragma unroll
@@ -302,18 +305,19 @@ struct CandidateBlock {
 };
 
 // Whether a row's colour is finite.
+template <bool kAnyModel>
 __device__ __noinline__ bool has_colour(const RowSource& in, const View& view, int64_t row,
                                         const float mean[3]) {
   float sh[3 * math::kMaxShCount], direction[3], rgb[3];
   const int degree = in.settings.sh_degree;
   replay_sh(in.columns, in.state_or_null(), in.history_or_null(), row, (degree + 1) * (degree + 1), sh);
-  for (int i = 0; i < 3; ++i) direction[i] = mean[i] - view.centre[i];
+  direction_to<kAnyModel>(view, mean, direction);
   return math::eval_sh(degree, direction, sh, rgb);
 }
 
 // A block 256 candidates: their records but for the colour, in whose place stands the direction. Colours are
 // looked at only after finish_kernel met one that is not finite.
-template <bool kReplays, bool kChecksColour>
+template <bool kReplays, bool kChecksColour, bool kAnyModel>
 __global__ void __launch_bounds__(kThreads, kRecordBlocks)
     record_kernel(const __grid_constant__ RowSource in, const __grid_constant__ Candidates candidates,
                   const __grid_constant__ RecordTarget out) {
@@ -336,9 +340,9 @@ __global__ void __launch_bounds__(kThreads, kRecordBlocks)
     math::TileEllipse ellipse;
     replay_geometry(in.columns, kReplays ? &in.state : nullptr, kReplays ? &in.history : nullptr, row,
                     values.mean, values.quat, values.log_scale, values.opacity_logit);
-    visible = math::project_gaussian(view, values.mean, values.quat, values.log_scale, values.opacity_logit,
-                                     in.settings.antialiased, p, ellipse);
-    if (kChecksColour && visible && !has_colour(in, view, row, values.mean)) {
+    visible = math::project_gaussian<kAnyModel>(view, values.mean, values.quat, values.log_scale,
+                                                values.opacity_logit, in.settings.antialiased, p, ellipse);
+    if (kChecksColour && visible && !has_colour<kAnyModel>(in, view, row, values.mean)) {
       visible = false;
       atomicAdd(out.colourless, 1ull);
     }
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, kRecordBlocks)
       half_extent = half_extent_of(ellipse);
       for (int i = 0; i < 2; ++i) record.mean2d[i] = p.mean2d[i];
       for (int i = 0; i < 3; ++i) record.conic[i] = p.conic[i];
-      for (int i = 0; i < 3; ++i) record.rgb[i] = values.mean[i] - view.centre[i];
+      direction_to<kAnyModel>(view, values.mean, record.rgb);
       for (int i = 0; i < 4; ++i) record.tile_rect[i] = p.tile_rect[i];
       record.opacity = p.opacity;
       record.depth = p.depth;
@@ -523,6 +527,21 @@ std::atomic<uint32_t>& shards_with_colourless_rows() {
   return shards;
 }
 
+// The kernels for the frame's cameras.
+template <bool kListed>
+auto choose_cull(bool pinholes, bool one_view) {
+  return !pinholes  ? cull_kernel<false, kListed, true>
+         : one_view ? cull_kernel<true, kListed, false>
+                    : cull_kernel<false, kListed, false>;
+}
+template <bool kAnyModel>
+auto choose_record(bool replays, bool checks_colour) {
+  return replays
+             ? checks_colour ? record_kernel<true, true, kAnyModel> : record_kernel<true, false, kAnyModel>
+         : checks_colour ? record_kernel<false, true, kAnyModel>
+                         : record_kernel<false, false, kAnyModel>;
+}
+
 class ShardProjection {
  public:
   ShardProjection(Frame& frame, int shard)
@@ -532,6 +551,7 @@ class ShardProjection {
         owners_(static_cast<int64_t>(frame.owners.size())),
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
+        pinholes_(frame.all_pinholes()),
         counters_(2 * views_ + 5),
         counts_(static_cast<size_t>(counters_ + (owners_ > 1 ? run_table_words(frame) : 0)), 0),
         depth_key_(0, shard),
@@ -566,13 +586,15 @@ class ShardProjection {
     const ListedCells listed{listed_cell.data(), counters + counters_ - 1, scratch_.data()};
     if (cells_.cell) {
       const CellSource cells{cells_, bounds_.margins(), source.view0, source.views, source.num_views};
-      const auto list = views_ == 1 ? list_cells_kernel<true> : list_cells_kernel<false>;
+      const auto list = !pinholes_    ? list_cells_kernel<false, true>
+                        : views_ == 1 ? list_cells_kernel<true, false>
+                                      : list_cells_kernel<false, false>;
       list<<<static_cast<unsigned>(cell_blocks), kThreads, 0, stream>>>(
           cells, listed, states + views_ * chunks + candidate_blocks, target.depth_histogram);
       KERNEL_CHECK("project", shard_, rows_.size());
     }
-    const auto cull = cells_.cell ? (views_ == 1 ? cull_kernel<true, true> : cull_kernel<false, true>)
-                                  : (views_ == 1 ? cull_kernel<true, false> : cull_kernel<false, false>);
+    const auto cull =
+        cells_.cell ? choose_cull<true>(pinholes_, views_ == 1) : choose_cull<false>(pinholes_, views_ == 1);
     const int64_t cull_blocks =
         cells_.cell
             ? std::min(chunks, prepare_kernel(reinterpret_cast<const void*>(cull), kThreads, 0, shard_))
@@ -581,10 +603,8 @@ class ShardProjection {
                                                                       chunks, target.depth_histogram);
     KERNEL_CHECK("project", shard_, rows_.size());
     const RowSource rows = row_source(frame_, shard_);
-    const auto record = frame_.replays
-                            ? checks_colour_ ? record_kernel<true, true> : record_kernel<true, false>
-                        : checks_colour_ ? record_kernel<false, true>
-                                         : record_kernel<false, false>;
+    const auto record = pinholes_ ? choose_record<false>(frame_.replays, checks_colour_)
+                                  : choose_record<true>(frame_.replays, checks_colour_);
     record<<<static_cast<unsigned>(candidate_blocks), kThreads, 0, stream>>>(rows, candidates, target);
     KERNEL_CHECK("project", shard_, candidate_room_);
     with_sh_degree(frame_.settings.sh_degree, [&](auto degree) {
@@ -739,7 +759,7 @@ class ShardProjection {
   int shard_;
   int64_t views_, owners_;
   RowRange rows_;
-  bool done_, taken_ = false, checks_colour_ = false;
+  bool done_, pinholes_, taken_ = false, checks_colour_ = false;
   int64_t room_ = 0, candidate_room_ = 0;
   static constexpr int64_t kTickets = 1;  // of the walk over cells
   ShardCells cells_;

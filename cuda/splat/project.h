@@ -19,22 +19,18 @@ void project(Frame& frame);
 
 // Adjoint of projection and SH for one visible row and view: adds to the dL_d... ; dL_dsh is [sh_count, 3]
 // with the active coefficients; dL_dviewmat is row-major 3x4.
+template <bool kAnyModel = true>
 HOST_DEVICE inline void record_backward(const View& view, const RenderSettings& settings,
                                         const RowValues& row, const RecordGrad& grad, float dL_dmean[3],
                                         float dL_dquat[4], float dL_dlog_scale[3], float& dL_dlogit,
                                         float* dL_dsh, float dL_dviewmat[12]) {
-  math::project_gaussian_backward(view, row.mean, row.quat, row.log_scale, row.opacity_logit,
-                                  settings.antialiased, grad.mean2d, grad.conic, grad.opacity, grad.depth,
-                                  dL_dmean, dL_dquat, dL_dlog_scale, dL_dlogit, dL_dviewmat);
+  math::project_gaussian_backward<kAnyModel>(
+      view, row.mean, row.quat, row.log_scale, row.opacity_logit, settings.antialiased, grad.mean2d,
+      grad.conic, grad.opacity, grad.depth, dL_dmean, dL_dquat, dL_dlog_scale, dL_dlogit, dL_dviewmat);
   float direction[3], dL_ddirection[3] = {0.f, 0.f, 0.f};
-  for (int i = 0; i < 3; ++i) direction[i] = row.mean[i] - view.centre[i];
+  direction_to<kAnyModel>(view, row.mean, direction);
   math::eval_sh_backward(settings.sh_degree, direction, row.sh, grad.rgb, dL_dsh, dL_ddirection);
-  float dL_dcentre[3];
-  for (int i = 0; i < 3; ++i) {
-    dL_dmean[i] += dL_ddirection[i];
-    dL_dcentre[i] = -dL_ddirection[i];
-  }
-  centre_backward(view, dL_dcentre, dL_dviewmat);
+  direction_backward<kAnyModel>(view, dL_ddirection, dL_dmean, dL_dviewmat);
 }
 
 // Dense gradients of the six columns, all zero on entry; only visible rows are touched. A null pointer is

@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_to(float* column, int64_t row, int width, co
   for (int i = 0; i < width; ++i) column[row * width + i] += values[i];
 }
 
-template <int kDegree>
+template <int kDegree, bool kAnyModel>
 __global__ void __launch_bounds__(kThreads)
     project_backward_kernel(const __grid_constant__ RowSource in, const __grid_constant__ GradTarget out,
                             int v) {
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads)
     settings.sh_degree = kDegree;  // a constant, so that the arrays stay in registers
     float dL_dmean[3] = {}, dL_dquat[4] = {}, dL_dlog_scale[3] = {}, dL_dlogit = 0.f, dL_dsh[3 * kCount] = {};
     const RecordGrad grad = load48(out.grad + r);
-    record_backward(in.views[v], settings, values, grad, dL_dmean, dL_dquat, dL_dlog_scale, dL_dlogit, dL_dsh,
-                    dL_dview);
+    record_backward<kAnyModel>(in.views[v], settings, values, grad, dL_dmean, dL_dquat, dL_dlog_scale,
+                               dL_dlogit, dL_dsh, dL_dview);
     if (out.with_columns) {
       add_to(out.columns.means, row, 3, dL_dmean);
       add_to(out.columns.quats, row, 4, dL_dquat);
@@ -88,8 +88,10 @@ void project_backward(const Frame& frame, const ColumnGrads* columns, double* dL
       const GradTarget target{in.row.data(),      in.grad.data(), records, columns ? *columns : ColumnGrads{},
                               columns != nullptr, part.data()};
       with_sh_degree(frame.settings.sh_degree, [&](auto degree) {
-        project_backward_kernel<degree.value>
-            <<<blocks, kThreads, 0, stream>>>(row_source(frame, shard.index), target, static_cast<int>(v));
+        const auto kernel = frame.views[static_cast<size_t>(v)].model == CameraModel::kPinhole
+                                ? project_backward_kernel<degree.value, false>
+                                : project_backward_kernel<degree.value, true>;
+        kernel<<<blocks, kThreads, 0, stream>>>(row_source(frame, shard.index), target, static_cast<int>(v));
       });
       KERNEL_CHECK("project_backward", shard.index, records.size());
       if (!dL_dviewmat) continue;

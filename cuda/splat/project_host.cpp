@@ -43,7 +43,7 @@ bool make_record(const Frame& frame, const View& view, int64_t row, RowValues& v
   if (!has_sh) load_sh(frame, row, values);
   has_sh = true;
   float direction[3];
-  for (int i = 0; i < 3; ++i) direction[i] = values.mean[i] - view.centre[i];
+  direction_to(view, values.mean, direction);
   if (!math::eval_sh(frame.settings.sh_degree, direction, values.sh, out.rgb)) return false;
   std::copy_n(p.mean2d, 2, out.mean2d);
   std::copy_n(p.conic, 3, out.conic);

@@ -14,6 +14,7 @@
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "math/adam.h"
@@ -237,9 +238,10 @@ __device__ __forceinline__ void unclamp(const Record& record, const RecordGrad& 
   for (int c = 0; c < 3; ++c) g[c] = record.rgb[c] > 0.f ? grad.rgb[c] : 0.f;
 }
 
-__device__ __forceinline__ float direction_to(const View& view, const float mean[3], float unit[3]) {
+template <bool kAnyModel>
+__device__ __forceinline__ float unit_direction_to(const View& view, const float mean[3], float unit[3]) {
   float direction[3];
-  for (int i = 0; i < 3; ++i) direction[i] = mean[i] - view.centre[i];
+  direction_to<kAnyModel>(view, mean, direction);
   return math::normalize3(direction, unit);
 }
 
@@ -418,7 +420,7 @@ struct RestRoom {
   float data[kWarp * kStride];
 };
 
-template <int kRest, bool kSeveral, bool kHalf>
+template <int kRest, bool kSeveral, bool kHalf, bool kAnyModel>
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     step_kernel(const __grid_constant__ StepInput in) {
   __shared__ WarpRows all_rows[kStepWarps];
@@ -467,7 +469,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
       float g[3], unit[3], basis[math::kMaxShCount] = {},
                            unused_dL_dviewmat[12] = {};  // the way back has it already
       unclamp(list.record[position], grad, g);
-      direction_to(list.view, mean, unit);
+      unit_direction_to<kAnyModel>(list.view, mean, unit);
       math::sh_basis(list.sh_degree, unit[0], unit[1], unit[2], basis);
       for (int c = 0; c < 3; ++c) dL_dsh0[c] += basis[0] * g[c];
 #pragma unroll
@@ -475,9 +477,9 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
         const float gradient = basis[1 + k / 3] * g[k % 3];
         rest[k] = kSeveral ? rest[k] + gradient : gradient;
       }
-      math::project_gaussian_backward(list.view, mean, quat, log_scale, logit, list.antialiased, grad.mean2d,
-                                      grad.conic, grad.opacity, grad.depth, dL_dmean, dL_dquat, dL_dlog_scale,
-                                      dL_dlogit, unused_dL_dviewmat);
+      math::project_gaussian_backward<kAnyModel>(list.view, mean, quat, log_scale, logit, list.antialiased,
+                                                 grad.mean2d, grad.conic, grad.opacity, grad.depth, dL_dmean,
+                                                 dL_dquat, dL_dlog_scale, dL_dlogit, unused_dL_dviewmat);
     });
     const float opacity = math::sigmoid(logit);
     dL_dlogit += (in.weights ? in.weights[0] : in.opacity_weight) * opacity * (1.0f - opacity);
@@ -512,6 +514,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   if (held) {
     if constexpr (kRest > 0) {
       for_each_record([&](const RecordList& list, int64_t position) {
+        if (kAnyModel && list.view.model == CameraModel::kOrtho) return;  // seen along the axis
         float g[3], unit[3], weight[math::kMaxShCount];
         RecordGrad grad;
         for (int c = 0; c < 3; ++c) grad.rgb[c] = list.grad[position].rgb[c];
@@ -519,7 +522,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
         weight[0] = 0.f;
 #pragma unroll
         for (int k = 0; k < kRest; ++k) weight[1 + k] = math::dot3(rest + 3 * k, g);
-        const float inverse = direction_to(list.view, mean, unit);
+        const float inverse = unit_direction_to<kAnyModel>(list.view, mean, unit);
         math::sh_direction_backward(list.sh_degree, unit, inverse, weight, dL_dmean);
       });
     }
@@ -638,6 +641,7 @@ class ShardStep {
                           records.grad.data() + begin, size, frame->settings.sh_degree,
                           frame->settings.antialiased});
         records_ += size;
+        pinholes_ &= frame->views[view].model == CameraModel::kPinhole;
       }
     }
     most_rows_ = std::min(home_.size(), records_);
@@ -726,16 +730,23 @@ class ShardStep {
       constexpr int kRest = decltype(rest)::value;
       const auto start = [&](auto kernel) { kernel<<<blocks, kStepThreads, 0, shard_stream(shard_)>>>(in); };
       const bool half = !in.table.state.exp_avg[0].is_float32();
-      if (knows_rows())
-        half ? start(step_kernel<kRest, false, true>) : start(step_kernel<kRest, false, false>);
-      else
-        half ? start(step_kernel<kRest, true, true>) : start(step_kernel<kRest, true, false>);
+      const auto choose = [&](auto any_model) {
+        constexpr bool kAnyModel = decltype(any_model)::value;
+        if (knows_rows())
+          half ? start(step_kernel<kRest, false, true, kAnyModel>)
+               : start(step_kernel<kRest, false, false, kAnyModel>);
+        else
+          half ? start(step_kernel<kRest, true, true, kAnyModel>)
+               : start(step_kernel<kRest, true, false, kAnyModel>);
+      };
+      pinholes_ ? choose(std::false_type{}) : choose(std::true_type{});
     });
   }
 
   int shard_;
   RowRange home_;
   std::vector<RecordList> lists_;
+  bool pinholes_ = true;  // so are all cameras
   AdamHistory history_{};
   int64_t records_ = 0, most_rows_ = 0;
   Buffer<int64_t> offset_, row_, begin_;

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ns_mgpu_splat.data import images
-from ns_mgpu_splat.data.lens import Pinhole, why_no_pinhole
+from ns_mgpu_splat.data.lens import Pinhole, why_no_fisheye, why_no_pinhole
 
 if TYPE_CHECKING:
     from ns_mgpu_splat.data.capture import Capture, Frame
@@ -125,9 +125,15 @@ def check_pose(frame: Frame, source: Path) -> str | None:
             "them there."
         )
     camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
+    coefficients = ", ".join(f"{c:g}" for c in frame.lens.coefficients)
+    reason = why_no_fisheye(camera, frame.lens)
+    if reason is not None:
+        return (
+            f"{source.name}: the coefficients k1..k4 of {name} ({coefficients}) are those of no fisheye: {reason}. "
+            "Correct them."
+        )
     reason = why_no_pinhole(camera, frame.lens)
     if reason is not None:
-        coefficients = ", ".join(f"{c:g}" for c in frame.lens.coefficients)
         return (
             f"{source.name}: the distortion of {name} ({coefficients}) cannot be undone: the straightened picture would "
             f"{reason}. Correct the coefficients, or undistort the images first."

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ns_mgpu_splat.data.images import ImageError, ImageSource
-from ns_mgpu_splat.data.lens import Pinhole, undistort
+from ns_mgpu_splat.data.lens import Lens, Pinhole, along_rays, seen_by_lens, undistort
 
 kMostSamples = 1 << 16  # pixels of a depth map that are kept, drawn evenly
 kDepthModes = ("I;16", "I;16B", "I;16L", "I", "F", "L")
@@ -17,8 +17,8 @@ kDepthModes = ("I;16", "I;16B", "I;16L", "I", "F", "L")
 
 @dataclass(frozen=True)
 class DepthSamples:
-    """Depths at pixels of one image: `pixels` (M,) int64, row * width + column; `depths` (M,) float32 along the camera's z in
-    the model's units; `weights` (M,) float32 in [0, 1]."""
+    """Depths at pixels of one image: `pixels` (M,) int64, row * width + column; `depths` (M,) float32 along the camera's z,
+    of a fisheye distances to it, in the model's units; `weights` (M,) float32 in [0, 1]."""
 
     pixels: np.ndarray
     depths: np.ndarray
@@ -34,7 +34,8 @@ def samples_from_map(path: Path, source: ImageSource, scale: float, seed: int) -
     """Depths of a depth map, on the pixels of the image that `source` reads.
 
     Args:
-        path: .npy (H, W) of numbers, or a picture of one channel, 16 bits or float. 0, negative and NaN: not measured.
+        path: .npy (H, W) of numbers along the camera's z, whatever the lens, or a picture of one channel, 16 bits or float.
+            0, negative and NaN: not measured.
         source: the photograph; a map of another size is sampled, its lens distortion is removed with the photograph's.
         scale: the model's units in one of the file's.
         seed: of the draw, where the map has more than `kMostSamples` depths.
@@ -48,7 +49,10 @@ def samples_from_map(path: Path, source: ImageSource, scale: float, seed: int) -
         values = _turned(values, source.orientation)
     if values.shape != (camera.height, camera.width):
         values = cv2.resize(values, (camera.width, camera.height), interpolation=cv2.INTER_NEAREST)
-    values = undistort(values[..., None], camera, source.lens, nearest=True).reshape(-1) * np.float32(scale)
+    values = undistort(values[..., None], camera, source.lens, nearest=True)[..., 0] * np.float32(scale)
+    if source.lens.kind == "fisheye":
+        values = values * along_rays(camera, source.lens)
+    values = values.reshape(-1)
     pixels = np.flatnonzero(np.isfinite(values) & (values > 0))
     if len(pixels) > kMostSamples:
         pixels = np.sort(np.random.default_rng(seed).choice(pixels, kMostSamples, replace=False))
@@ -89,7 +93,12 @@ def _turned(values: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def samples_from_points(
-    points: np.ndarray, errors: np.ndarray, typical: float, viewmat: np.ndarray, camera: Pinhole
+    points: np.ndarray,
+    errors: np.ndarray,
+    typical: float,
+    viewmat: np.ndarray,
+    camera: Pinhole,
+    lens: Lens | None = None,
 ) -> DepthSamples:
     """Depths of the sparse points that a photograph saw.
 
@@ -97,14 +106,13 @@ def samples_from_points(
         points: (M, 3) float64, in the model's world. errors: (M,) mean reprojection error of each in pixels.
         typical: the mean of all points' errors. A point of error e counts exp(-(e / typical)^2), as in DS-NeRF
             (arXiv 2107.02791).
-        viewmat: (4, 4), world to camera, OpenCV axes. camera: of the undistorted image.
+        viewmat: (4, 4), world to camera, OpenCV axes. camera: of the undistorted image. lens: a fisheye's; None: a pinhole.
     """
     local = points @ viewmat[:3, :3].T + viewmat[:3, 3]
-    z = local[:, 2]
     with np.errstate(divide="ignore", invalid="ignore"):
-        x = np.floor(camera.fx * local[:, 0] / z + camera.cx)
-        y = np.floor(camera.fy * local[:, 1] / z + camera.cy)
-    # NaN fails: a point that is not finite is nowhere
+        u, v, z = seen_by_lens(local, lens or Lens())
+        x, y = np.floor(camera.fx * u + camera.cx), np.floor(camera.fy * v + camera.cy)
+    # NaN fails: a point that is not finite, or not seen, is nowhere
     inside = (z > 0) & (x >= 0) & (x < camera.width) & (y >= 0) & (y < camera.height)
     weights = np.exp(-((np.maximum(errors, 0) / max(typical, 1e-9)) ** 2))
     inside &= np.isfinite(weights)

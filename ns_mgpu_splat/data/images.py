@@ -2,7 +2,8 @@
 """Read photographs as uint8, whatever they are stored as.
 
 Grey, palette, CMYK, 16-bit and float images become 8-bit RGB; alpha is kept when it says something. Rescaling uses
-an area filter, in memory: no `images_2` folder. Lens distortion is removed while reading, after the rescaling.
+an area filter, in memory: no `images_2` folder. Lens distortion is removed while reading, after the rescaling, but that of
+a fisheye, which is rendered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ns_mgpu_splat.data.lens import Lens, Pinhole, premultiplied, undistort, unmultiplied
+from ns_mgpu_splat.data.lens import Lens, Pinhole, premultiplied, shown_by_lens, undistort, unmultiplied
 from ns_mgpu_splat.data.memory import available_memory, shown_bytes
 
 kExifOrientation = 0x0112
@@ -182,26 +183,32 @@ class ImageSource:
 
     image: Path
     mask: Path | None
-    camera: Pinhole  # as distorted by `lens`, at the final size
+    camera: Pinhole  # of the photograph as `lens` took it, at the final size
     lens: Lens
     orientation: int = 1  # EXIF rotation to undo; 1: leave as stored
     mask_orientation: int = 1  # the same of the mask
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether some pixels may not count."""
+        return self.mask is not None or shown_by_lens(self.camera, self.lens) is not None
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the image (H, W, 3 or 4) uint8 and the mask (H, W, 1) bool or None. Raises ImageError."""
         pixels = self._read(self.image, self.orientation)
         pixels = area_resize(pixels, self.camera.width, self.camera.height)
         pixels = np.ascontiguousarray(undistort(pixels, self.camera, self.lens))
+        shown = shown_by_lens(self.camera, self.lens)
         if self.mask is None:
-            return pixels, None
+            return pixels, None if shown is None else shown[..., None]
         import cv2
 
         mask = self._read_mask(self.mask)
         size = (self.camera.width, self.camera.height)
         if mask.shape != size[::-1]:
             mask = cv2.resize(mask, size, interpolation=cv2.INTER_NEAREST)
-        mask = undistort(mask[..., None], self.camera, self.lens, nearest=True)
-        return pixels, mask > 0
+        mask = undistort(mask[..., None], self.camera, self.lens, nearest=True) > 0
+        return pixels, mask if shown is None else mask & shown[..., None]
 
     def _read_mask(self, path: Path) -> np.ndarray:
         """(H, W) uint8, 0 where a pixel does not count: black; in JPEG files, which blur, the darker half."""

@@ -2,7 +2,8 @@
 """Lenses that are no pinhole: their distortion, the pinhole that a photograph is turned into, and the turning.
 
 Models as COLMAP (https://github.com/colmap/colmap/blob/main/src/colmap/sensor/models.h), OpenCV and Nerfstudio define
-them. What the operators render is a pinhole, so photographs are resampled when they are read.
+them. The operators render pinholes and OpenCV's fisheye (k1..k4), whose photographs stay as they are; those of all other
+lenses are resampled when they are read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ kMostZoom = 4.0  # a pinhole this much longer than the lens leaves a sixteenth o
 kWidest = 2.0  # tangent of half the pinhole's view, 127 degrees across: beyond, its rim is all stretch
 kSlack = 0.02  # of the image's size: OpenCV finds the pinhole on a coarse grid
 kMapsKept = 2  # of the latest cameras; a 12-megapixel one takes 96 MB
+kFisheyeLimit = 2.967  # 170 degrees off the axis, as in cuda/math/view.h
+kLeastShown = 1 / kMostZoom**2  # of a photograph
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class Lens:
     coefficients: tuple[float, ...] = ()
 
     @property
-    def distorts(self) -> bool:
+    def removed(self) -> bool:
+        """Whether photographs are freed of the lens while they are read."""
+        if self.kind == "fisheye":
+            return False
         if self.kind in ("pinhole", "opencv", "division"):
             return any(c != 0 for c in self.coefficients)
         return True
@@ -173,7 +179,7 @@ def undistorted_pinhole(camera: Pinhole, lens: Lens) -> Pinhole:
     """
     import cv2
 
-    if not lens.distorts:
+    if not lens.removed:
         return camera
     if lens.kind == "opencv":
         size = (camera.width, camera.height)
@@ -230,13 +236,90 @@ def _zoomed(camera: Pinhole, lens: Lens) -> Pinhole:
 
 def why_no_pinhole(camera: Pinhole, lens: Lens) -> str | None:
     """Return why a photograph through this lens cannot be undistorted, or None."""
-    if not lens.distorts:
+    if not lens.removed:
         return None
     target = undistorted_pinhole(camera, lens)
     if _overhang(target, camera, lens) > kSlack:
         return "reach beyond what the photograph shows"
     if target.fx > kMostZoom * camera.fx or target.fy > kMostZoom * camera.fy:
         return f"show no more than {(camera.fx / target.fx) ** 2:.1%} of the photograph"
+    return None
+
+
+# ---- the fisheye that is rendered as it is -------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _fisheye_curve(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    """Angles to the axis, ascending from 0, and their distances from the principal point in focal lengths, ascending, too:
+    up to where the lens folds, or to `kFisheyeLimit`."""
+    angle = np.linspace(0.0, kFisheyeLimit, 4096)
+    radius = angle * np.polynomial.polynomial.polyval(angle**2, (1.0, *_padded(lens, 4)))
+    folds = np.flatnonzero(~(np.diff(radius) > 0))
+    end = int(folds[0]) + 1 if len(folds) else len(angle)
+    return angle[:end], radius[:end]
+
+
+def fisheye_angle(radius: np.ndarray, lens: Lens) -> np.ndarray:
+    """The angle to the axis, radians, of what a fisheye shows at a distance from the principal point in focal lengths.
+
+    Beyond the last angle that it shows: that angle.
+    """
+    angles, radii = _fisheye_curve(lens)
+    return np.interp(radius, radii, angles)
+
+
+def _radii(camera: Pinhole) -> np.ndarray:
+    """Distances (H, W) of the pixels' centres from the principal point, in focal lengths."""
+    x = (np.arange(camera.width) + 0.5 - camera.cx) / camera.fx
+    y = (np.arange(camera.height) + 0.5 - camera.cy) / camera.fy
+    return np.hypot(x[None, :], y[:, None])
+
+
+def along_rays(camera: Pinhole, lens: Lens) -> np.ndarray:
+    """The distance (H, W) float32 to what lies at depth 1 along a fisheye's z at each pixel; NaN beyond 85 degrees."""
+    angle = fisheye_angle(_radii(camera), lens)
+    return np.where(angle < np.radians(85), 1 / np.cos(angle), np.nan).astype(np.float32)
+
+
+def seen_by_lens(points: np.ndarray, lens: Lens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where a pinhole or a fisheye sees points (M, 3) of the camera, OpenCV axes.
+
+    Returns: x and y in focal lengths from the principal point, and the depth, each (M,); NaN where a fisheye sees nothing.
+    """
+    x, y, z = points.T
+    if lens.kind != "fisheye":
+        return x / z, y / z, z
+    across = np.hypot(x, y)
+    angles, radii = _fisheye_curve(lens)
+    angle = np.arctan2(across, z)
+    scale = np.interp(angle, angles, radii, right=np.nan) / np.maximum(across, 1e-12)
+    return x * scale, y * scale, np.hypot(across, z)
+
+
+def shown_by_lens(camera: Pinhole, lens: Lens) -> np.ndarray | None:
+    """Which pixels (H, W) a fisheye's model has a direction for; None: all. No ray leads to the others."""
+    if lens.kind != "fisheye":
+        return None
+    px, py = _border(camera)
+    last = _fisheye_curve(lens)[1][-1]
+    if np.hypot((px - camera.cx) / camera.fx, (py - camera.cy) / camera.fy).max() <= last:
+        return None
+    return _radii(camera) <= last
+
+
+def why_no_fisheye(camera: Pinhole, lens: Lens) -> str | None:
+    """Return why a fisheye's coefficients cannot be those of a photograph, or None."""
+    if lens.kind != "fisheye":
+        return None
+    small = camera.scaled(min(camera.width, 256), min(camera.height, 256))
+    shown = shown_by_lens(small, lens)
+    if shown is not None and shown.mean() < kLeastShown:
+        last = np.degrees(_fisheye_curve(lens)[0][-1])
+        return f"they show {last:.3g} degrees around the axis, {shown.mean():.1%} of the photograph"
+    widest = float(np.minimum(_radii(small), kFisheyeLimit).max())
+    if fisheye_angle(np.array(widest), lens) * kMostZoom < widest:
+        return f"they stretch the photograph more than {kMostZoom:g} times"
     return None
 
 
@@ -250,10 +333,6 @@ def _maps(camera: Pinhole, lens: Lens) -> tuple[np.ndarray, np.ndarray]:
 
     pinhole = undistorted_pinhole(camera, lens)
     target, size = pinhole.opencv(), (camera.width, camera.height)
-    if lens.kind == "fisheye":
-        return cv2.fisheye.initUndistortRectifyMap(
-            camera.opencv(), np.array(_padded(lens, 4)), np.eye(3), target, size, cv2.CV_32FC1
-        )
     if lens.kind == "opencv":
         return cv2.initUndistortRectifyMap(
             camera.opencv(), np.array(_padded(lens, 8)), np.eye(3), target, size, cv2.CV_32FC1
@@ -273,7 +352,7 @@ def undistort(pixels: np.ndarray, camera: Pinhole, lens: Lens, nearest: bool = F
     """
     import cv2
 
-    if not lens.distorts:
+    if not lens.removed:
         return pixels
     maps = _maps(camera, lens)
     flag = cv2.INTER_NEAREST if nearest else cv2.INTER_LINEAR

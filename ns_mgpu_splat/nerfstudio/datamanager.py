@@ -149,7 +149,7 @@ class SplatDataset(InputDataset):
         super().__init__(outputs)
         sources: list[ImageSource] = outputs.metadata["sources"]
         pixels = [s.camera.width * s.camera.height for s in sources]
-        channels = 3 + bool(outputs.metadata.get("has_alpha")) + any(s.mask is not None for s in sources)
+        channels = 3 + bool(outputs.metadata.get("has_alpha")) + any(s.has_mask for s in sources)
         self.largest, self.total = max(pixels, default=0) * channels, sum(pixels) * channels
         # two a thread on their way, unless they are so large that they would fill the cache
         self.ahead = max(1, min(2 * workers, cache_bytes // (kAheadShare * max(1, self.largest))))

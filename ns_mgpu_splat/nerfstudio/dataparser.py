@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mgpu-splat-data`: Nerfstudio and COLMAP folders to Nerfstudio's cameras, without a flag and without a question.
 
-Poses are centred in float64. Images are rescaled and undistorted when they are read (`data/images.py`): the cameras
-here are already those of the rescaled, undistorted images.
+Poses are centred in float64. Images are rescaled, and undistorted unless a fisheye took them, when they are read
+(`data/images.py`): the cameras here are already those of the images that are then at hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ns_mgpu_splat.data.checks import (
 )
 from ns_mgpu_splat.data.depth import DepthSamples, samples_from_map, samples_from_points
 from ns_mgpu_splat.data.images import ImageSource
-from ns_mgpu_splat.data.lens import Pinhole, undistorted_pinhole
+from ns_mgpu_splat.data.lens import Lens, Pinhole, fisheye_angle, undistorted_pinhole
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 
 # Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
@@ -196,7 +196,9 @@ class MgpuSplatDataParser(DataParser):
             pose[:3] = cameras.camera_to_worlds[number].double().numpy()
             viewmat = np.linalg.inv(pose @ np.diag([1.0, -1.0, -1.0, 1.0]))
             camera = undistorted_pinhole(source.camera, source.lens)
-            samples = samples_from_points(near[rows], tracks.errors[rows], typical, viewmat, camera)
+            samples = samples_from_points(
+                near[rows], tracks.errors[rows], typical, viewmat, camera, source.lens
+            )
             found.append(partial(_itself, samples))
         return found
 
@@ -304,6 +306,20 @@ class MgpuSplatDataParser(DataParser):
             return torch.tensor([getattr(p, name) for p in pinholes], dtype=dtype).reshape(-1, 1)
 
         matrices = np.stack(poses) if poses else np.zeros((0, 3, 4))
+        lenses: dict[str, Any] = {"camera_type": CameraType.PERSPECTIVE}
+        if any(s.lens.kind == "fisheye" for s in sources):
+            types = [
+                CameraType.FISHEYE if s.lens.kind == "fisheye" else CameraType.PERSPECTIVE for s in sources
+            ]
+            lenses["camera_type"] = torch.tensor([[t.value] for t in types], dtype=torch.int64)
+            # k1 k2 k3 k4 p1 p2; of other lenses nothing is left
+            lenses["distortion_params"] = torch.tensor(
+                [
+                    (*s.lens.coefficients, *[0.0] * 6)[:6] if s.lens.kind == "fisheye" else (0.0,) * 6
+                    for s in sources
+                ],
+                dtype=torch.float32,
+            )
         return Cameras(
             camera_to_worlds=torch.from_numpy(matrices.astype(np.float32)),
             fx=column("fx", torch.float32),
@@ -312,7 +328,7 @@ class MgpuSplatDataParser(DataParser):
             cy=column("cy", torch.float32),
             width=column("width", torch.int64),
             height=column("height", torch.int64),
-            camera_type=CameraType.PERSPECTIVE,
+            **lenses,
             metadata={},  # ns-export cameras wants one
         )
 
@@ -449,6 +465,15 @@ def random_points(
     x = (rng.uniform(0, 1, count) * k["width"] - k["cx"]) / k["fx"]
     y = (rng.uniform(0, 1, count) * k["height"] - k["cy"]) / k["fy"]
     in_camera = np.stack([x * depth, -y * depth, -depth], axis=1)
+    for camera in np.unique(which[cameras.camera_type.numpy()[which, 0] == CameraType.FISHEYE.value]):
+        given = cameras.distortion_params
+        lens = Lens("fisheye", () if given is None else tuple(given[camera, :4].tolist()))
+        own = which == camera
+        radius = np.hypot(x[own], y[own])
+        angle = fisheye_angle(radius, lens)
+        aside = np.sin(angle) / np.maximum(radius, 1e-12)
+        rays = np.stack([x[own] * aside, -y[own] * aside, -np.cos(angle)], axis=1)
+        in_camera[own] = rays * depth[own, None]
     xyz = np.einsum("nij,nj->ni", c2w[:, :, :3], in_camera) + c2w[:, :, 3]
     rgb = rng.integers(64, 192, (count, 3), dtype=np.uint8)
     return torch.from_numpy(xyz.astype(np.float32)), torch.from_numpy(rgb)

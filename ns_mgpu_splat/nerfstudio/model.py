@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizer, CameraOptimizerConfig
-from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.models.splatfacto import SH2RGB, SplatfactoModel, SplatfactoModelConfig
@@ -42,10 +42,12 @@ from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 if TYPE_CHECKING:
     from ns_mgpu_splat.data.depth import DepthSamples
     from ns_mgpu_splat.nerfstudio.viewer_controls import Look
+    from ns_mgpu_splat.splats.camera import CameraModel
     from ns_mgpu_splat.splats.exposure import Exposures
     from ns_mgpu_splat.splats.table import SplatTable
 
 kSsimWindow = 11
+kNoDistortion = (0.0, 0.0, 0.0, 0.0)
 kErrorWidth = 480  # pixels, of a picture with an error's text, at least
 kLpipsWeights = "alexnet-owt-7be5be79.pth"
 
@@ -521,6 +523,7 @@ class MgpuSplatModel(SplatfactoModel):
             value(camera.cy),
             int(value(camera.width)),
             int(value(camera.height)),
+            *lens_of(camera),
         )
 
     def _as_drawn(self, look: Look, box: OrientedBox | None) -> SplatTable:
@@ -795,6 +798,22 @@ def view_matrix(camera_to_world: Tensor) -> Tensor:
     top = torch.cat([inverse, -(inverse @ camera_to_world[:, 3:])], dim=1)
     bottom = torch.tensor([[0.0, 0.0, 0.0, 1.0]], dtype=top.dtype, device=top.device)
     return torch.cat([top, bottom], dim=0)
+
+
+def lens_of(camera: Cameras) -> tuple[CameraModel, tuple[float, float, float, float]]:
+    """The operators' camera model for a Nerfstudio camera of batch shape (1,), and k1..k4 of a fisheye.
+
+    FISHEYE and ORTHOPHOTO are drawn as they are, all else as a pinhole.
+    """
+    kind = int(camera.camera_type.reshape(-1)[0])
+    if kind == CameraType.ORTHOPHOTO.value:
+        return "ortho", kNoDistortion
+    if kind != CameraType.FISHEYE.value:
+        return "pinhole", kNoDistortion
+    if camera.distortion_params is None:
+        return "fisheye", kNoDistortion
+    k1, k2, k3, k4 = camera.distortion_params.reshape(-1)[:4].tolist()
+    return "fisheye", (k1, k2, k3, k4)
 
 
 def drop_bad_rows(table: Any, columns: Mapping[str, Tensor]) -> None:

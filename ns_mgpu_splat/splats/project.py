@@ -32,7 +32,7 @@ class Records:
     colors: Tensor
     """(R, 3), at least 0."""
     depths: Tensor
-    """(R,), z in the camera, scene units."""
+    """(R,), z in the camera, of a fisheye the distance to it; scene units."""
 
 
 def project(
@@ -40,7 +40,7 @@ def project(
 ) -> Records:
     """Project the Gaussians of `table` and keep the visible ones.
 
-    Visible: in front of the near plane (0.01), finite, and with an alpha of at least 1/255 in reach of a pixel centre.
+    Visible: at a depth of more than 0.01, finite, and with an alpha of at least 1/255 in reach of a pixel centre.
 
     Args:
         table: N rows on `mgpu`, float32, world frame; N may be 0.

@@ -44,7 +44,9 @@ class Rendered:
 
     @cached_property
     def depth(self) -> Tensor:
-        """(H, W, 1), expected depth along the camera's z in scene units; 0 where nothing was hit. Made when first read.
+        """(H, W, 1), expected depth, z in the camera or a fisheye's distance, in scene units; 0 where nothing was hit.
+
+        Made when first read.
 
         Raises: ValueError after `render(depth=False)`.
         """

@@ -949,9 +949,31 @@ void check_lists(int64_t rows, int views, int width, int height, float log_scale
   check_exchange_and_bin(name, frame);
 }
 
+struct CullCase {
+  const char* name;
+  CameraModel model;
+  double rows_kept, cells_kept;  // the largest share of what is hidden that the tests may keep
+};
+// Of a fisheye the image's circle is tested, which holds more than the image; and drawn are rectangles of all
+// shapes, whose circles are larger still.
+constexpr CullCase kCullCases[] = {{"cull", CameraModel::kPinhole, 0.3, 0.6},
+                                   {"fisheye cull", CameraModel::kFisheye, 0.65, 0.9},
+                                   {"ortho cull", CameraModel::kOrtho, 0.3, 0.6}};
+
+// A lens of the model: fisheyes fold somewhere, or do not.
+CameraLens drawn_lens(CameraModel model, std::mt19937_64& engine, int scene) {
+  std::uniform_real_distribution<double> unit(-1, 1);
+  CameraLens lens{model};
+  if (model == CameraModel::kFisheye && scene % 3) {
+    double size = 0.1;
+    for (double& k : lens.distortion) k = size * unit(engine), size /= 4;
+  }
+  return lens;
+}
+
 // math/cull.h on the host: nothing that project_gaussian sees is rejected, wherever within its margin the row
 // was.
-void check_cull() {
+void check_cull(const CullCase& test) {
   std::mt19937_64 engine(17);
   std::normal_distribution<float> normal;
   std::uniform_real_distribution<float> unit(0.f, 1.f);
@@ -969,10 +991,12 @@ void check_cull() {
     }
     const int width = 1 + static_cast<int>(std::pow(2.f, 13 * unit(engine))),
               height = 1 + static_cast<int>(std::pow(2.f, 13 * unit(engine)));
-    const double focal = std::max(width, height) * (0.3 + 2 * unit(engine));
+    const double unit_away = test.model == CameraModel::kOrtho ? far : 1.0;
+    const double focal = std::max(width, height) * (0.3 + 2 * unit(engine)) / unit_away;
     const View view = make_view(viewmat, focal, focal * (0.8 + 0.4 * unit(engine)),
                                 width * (scene % 5 ? 0.5 : 2.0 * unit(engine) - 0.5),
-                                height * (scene % 7 ? 0.5 : 2.0 * unit(engine) - 0.5), width, height, 0);
+                                height * (scene % 7 ? 0.5 : 2.0 * unit(engine) - 0.5), width, height, 0,
+                                drawn_lens(test.model, engine, scene));
     const math::CullView cull = math::make_cull_view(view);
     const float log_scale = std::log(far) - 1 - 6 * unit(engine);
     for (int i = 0; i < 2000; ++i, ++total) {
@@ -995,14 +1019,15 @@ void check_cull() {
       rejected += unseen;
     }
   }
-  report("cull", "visible rows rejected", static_cast<double>(lost), 0);
-  report("cull", "invisible rows kept", static_cast<double>(total - seen - rejected),
-         0.3 * static_cast<double>(total - seen));
+  report(test.name, "visible rows rejected", static_cast<double>(lost), 0);
+  report(test.name, "few rows are seen", static_cast<double>(total) / std::max<double>(1, seen), 50);
+  report(test.name, "invisible rows kept", static_cast<double>(total - seen - rejected),
+         test.rows_kept * static_cast<double>(total - seen));
 }
 
 // The same of boxes: rows are stored in one, and seen where drift and noise may have taken them; at an
 // opacity that moments may have brought about.
-void check_cell_cull() {
+void check_cell_cull(const CullCase& test) {
   std::mt19937_64 engine(23);
   std::normal_distribution<float> normal;
   std::uniform_real_distribution<float> unit(0.f, 1.f);
@@ -1015,6 +1040,8 @@ void check_cell_cull() {
                                                1 + static_cast<int>(std::pow(2.f, 12 * unit(engine))));
     View view = views[static_cast<size_t>(scene) % views.size()];
     for (float& shift : view.translation) shift *= far;
+    if (test.model == CameraModel::kOrtho) view.fx /= far, view.fy /= far;
+    set_lens(view, drawn_lens(test.model, engine, scene));
     const math::CullView cull = math::make_cull_view(view);
     for (int i = 0; i < 400; ++i, ++cells) {
       math::CellMargins margins{};
@@ -1065,9 +1092,10 @@ void check_cell_cull() {
       }
     }
   }
-  report("cell cull", "cells of visible rows rejected", static_cast<double>(lost), 0);
-  report("cell cull", "few cells are seen", static_cast<double>(cells) / std::max<double>(1, seen), 20);
-  report("cell cull", "cells of hidden rows kept", static_cast<double>(empty - rejected), 0.6 * empty);
+  const std::string name = std::string(test.name) + " of cells";
+  report(name, "cells of visible rows rejected", static_cast<double>(lost), 0);
+  report(name, "few cells are seen", static_cast<double>(cells) / std::max<double>(1, seen), 20);
+  report(name, "cells of hidden rows kept", static_cast<double>(empty - rejected), test.cells_kept * empty);
 }
 
 // Rows along a Z curve of their means.
@@ -1979,8 +2007,8 @@ int main(int count, char** arguments) {
     if (what == "small") {
       check_small(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(3));
     } else if (what == "cells") {
-      check_cull();
-      check_cell_cull();
+      for (const CullCase& test : kCullCases) check_cull(test);
+      for (const CullCase& test : kCullCases) check_cell_cull(test);
       for (const int shards : {1, 3, 4}) {
         set_mesh(virtual_shards(shards));
         check_all_cells();
@@ -1998,8 +2026,8 @@ int main(int count, char** arguments) {
         check_all(std::vector<std::string>(arguments + 2, arguments + count));
       } else {
         check_patches(200000);
-        check_cull();
-        check_cell_cull();
+        for (const CullCase& test : kCullCases) check_cull(test);
+        for (const CullCase& test : kCullCases) check_cell_cull(test);
         for (const int shards : {1, 3, 4}) check_all(virtual_shards(shards));
         check_meshes();
         check_loss_meshes();

@@ -96,6 +96,37 @@ def test_points_fall_on_their_pixels_with_their_depth_and_weight() -> None:
     assert np.allclose(got.weights, np.exp([-0.0, -1.0, -4.0]))
 
 
+def test_depths_of_a_fisheye_are_distances_on_its_own_pixels(tmp_path: Path) -> None:
+    """Pixels as OpenCV's, of which one lies at 100 degrees; a depth map holds z at the same places."""
+    import cv2
+
+    camera, lens = Pinhole(80, 60, 20.0, 21.0, 40.0, 30.0), Lens("fisheye", (0.05, -0.01, 0.003, -0.001))
+    front = np.array([[0.4, 0.3, 2.0], [-1.0, 0.5, 1.5], [2.0, 0.1, 1.0], [0.0, 0.0, 3.0]])
+    k = np.array([[20.0, 0, 40], [0, 21.0, 30], [0, 0, 1]])
+    at, _ = cv2.fisheye.projectPoints(
+        front.reshape(-1, 1, 3), np.zeros(3), np.zeros(3), k, np.array(lens.coefficients)
+    )
+    wanted = [int(np.floor(y)) * 80 + int(np.floor(x)) for x, y in at[:, 0]]
+    beside = [[np.sin(np.radians(100)), 0, np.cos(np.radians(100))], [0, 0, -1.0], [0.0, np.nan, 1.0]]
+    points = np.concatenate([front, beside])
+    got = samples_from_points(points, np.zeros(7), 1.0, np.eye(4), camera, lens)
+    t = np.radians(100)
+    radius = t * (1 + 0.05 * t**2 - 0.01 * t**4 + 0.003 * t**6 - 0.001 * t**8)
+    assert got.pixels.tolist() == [*wanted, 30 * 80 + int(40 + 20 * radius)]
+    assert np.allclose(got.depths, [*np.linalg.norm(front, axis=1), 1.0], rtol=1e-6)
+
+    z = np.zeros((60, 80), np.float32)
+    z.reshape(-1)[wanted] = front[:, 2]
+    z[30, 78] = 1.0  # 100 degrees from the axis, where z is no depth
+    np.save(tmp_path / "map.npy", z)
+    source = ImageSource(Path("unused.png"), None, camera, lens)
+    got = samples_from_map(tmp_path / "map.npy", source, 1.0, 0)
+    order = np.argsort(wanted)
+    assert got.pixels.tolist() == np.array(wanted)[order].tolist()
+    # a pixel's centre is up to 0.7 pixels from the point: 2 degrees
+    assert np.allclose(got.depths, np.linalg.norm(front, axis=1)[order], rtol=0.1)
+
+
 def write_points(folder: Path, tracks: list[list[int]]) -> None:
     """A points3D.bin and its text twin: point i at (i, 0, 0) with error i / 2."""
     data = struct.pack("<Q", len(tracks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lenses: distortion as pycolmap and Nerfstudio have it, the undistorted pinhole, photographs through each lens."""
+"""Lenses: distortion as pycolmap and Nerfstudio have it, the undistorted pinhole, photographs through each lens; fisheyes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ PARAMETERS = {
     "EUCM": [0.6, 1.1],
 }  # fmt: skip
 WIDTH, HEIGHT, FOCAL = 96, 72, 70.0
+RENDERED = [model for model in PARAMETERS if colmap.kLensOf[model][0] == "fisheye"]  # as they are
 
 
 def camera_of(model: str) -> tuple[Pinhole, Lens, list[float]]:
@@ -77,7 +78,7 @@ def test_fisheye624_is_nerfstudios() -> None:
     assert np.abs(ours - expected).max() < 1e-6
 
 
-@pytest.mark.parametrize("model", PARAMETERS)
+@pytest.mark.parametrize("model", [model for model in PARAMETERS if model not in RENDERED])
 def test_undistorted_photograph_shows_what_its_pinhole_sees(model: str, tmp_path) -> None:
     """Oracle: a smooth pattern at infinity, photographed through the lens by inverting the model by iteration."""
     camera, distortion, _ = camera_of(model)
@@ -109,7 +110,7 @@ def pattern(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     [
         Lens("opencv", (500.0,)),
         Lens("opencv", (-30.0, 4.0)),
-        Lens("fisheye", (400.0, -3000.0)),
+        Lens("thin_prism_fisheye", (400.0, -3000.0)),
     ],
 )
 def test_coefficients_that_leave_no_picture_are_noticed(distortion: Lens) -> None:
@@ -117,10 +118,10 @@ def test_coefficients_that_leave_no_picture_are_noticed(distortion: Lens) -> Non
 
 
 @pytest.mark.parametrize("degrees", [120, 170, 200])
-def test_a_very_wide_fisheye_keeps_its_middle(degrees: int) -> None:
+def test_a_very_wide_thin_prism_fisheye_keeps_its_middle(degrees: int) -> None:
     """As a pinhole it would be endless: what is kept is at most 127 degrees across, and inside the photograph."""
     focal = WIDTH / np.radians(degrees)
-    camera, distortion = Pinhole(WIDTH, HEIGHT, focal, focal, 48, 36), Lens("fisheye", (0.0, 0, 0, 0))
+    camera, distortion = Pinhole(WIDTH, HEIGHT, focal, focal, 48, 36), Lens("thin_prism_fisheye")
     assert lens.why_no_pinhole(camera, distortion) is None
     kept = lens.undistorted_pinhole(camera, distortion)
     corner = np.hypot(48 / kept.fx, 36 / kept.fy)
@@ -140,3 +141,57 @@ def test_invisible_pixels_do_not_bleed_into_the_undistorted_picture() -> None:
     result = lens.undistort(pixels, camera, Lens("opencv", (0.05,)))
     seen = result[..., 3] > 8
     assert np.abs(result[seen][:, :3].astype(int) - (200, 100, 50)).max() <= 2
+
+
+# ---- fisheyes, which are rendered as they are
+
+
+@pytest.mark.parametrize("model", RENDERED)
+def test_a_fisheye_photograph_stays_as_it_is(model: str, tmp_path) -> None:
+    camera, distortion, _ = camera_of(model)
+    pixels = np.random.default_rng(2).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    source = ImageSource(tmp_path / "a.png", None, camera, distortion)
+    read, mask = source.read()
+    assert np.array_equal(read, pixels)
+    assert mask is None
+    assert not source.has_mask
+    assert lens.undistorted_pinhole(camera, distortion) == camera
+    assert lens.why_no_fisheye(camera, distortion) is None
+
+
+def test_the_angle_of_a_fisheyes_pixel_is_the_one_that_meets_it() -> None:
+    distortion = Lens("fisheye", (0.05, -0.01, 0.003, -0.001))
+    angle = np.linspace(0, 1.4, 50)
+    radius, _ = lens.distort(np.tan(angle), np.zeros(50), distortion)
+    assert np.abs(lens.fisheye_angle(radius, distortion) - angle).max() < 1e-6
+
+
+def test_pixels_that_no_ray_meets_do_not_count(tmp_path) -> None:
+    """d(t) = t - 0.1 t^3 grows up to t = sqrt(1 / 0.3), to 2/3 of it."""
+    focal, distortion = 30.0, Lens("fisheye", (-0.1, 0.0, 0.0, 0.0))
+    camera = Pinhole(WIDTH, HEIGHT, focal, focal, 48, 36)
+    last = focal * 2 / 3 / np.sqrt(0.3)
+    x, y = np.meshgrid(np.arange(WIDTH) + 0.5 - 48, np.arange(HEIGHT) + 0.5 - 36)
+    expected = np.hypot(x, y) <= last
+    assert 0.5 < expected.mean() < 0.95
+    Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "a.png")
+    given = np.zeros((HEIGHT, WIDTH), np.uint8)
+    given[:, :60] = 255
+    Image.fromarray(given).save(tmp_path / "mask.png")
+    for file, counts in ((None, expected), (tmp_path / "mask.png", expected & (given > 0))):
+        source = ImageSource(tmp_path / "a.png", file, camera, distortion)
+        assert source.has_mask
+        mask = source.read()[1]
+        assert mask is not None
+        assert mask.shape == (HEIGHT, WIDTH, 1)
+        assert (mask[..., 0] != counts).mean() < 1e-3  # the fold is found on a grid of angles
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "says"), [((400.0, -3000.0), "stretch"), ((-30.0, 0.0, 0.0, 0.0), "degrees around")]
+)
+def test_coefficients_of_no_fisheye_are_noticed(coefficients: tuple[float, ...], says: str) -> None:
+    reason = lens.why_no_fisheye(Pinhole(WIDTH, HEIGHT, FOCAL, FOCAL, 48, 36), Lens("fisheye", coefficients))
+    assert reason is not None
+    assert says in reason

@@ -5,8 +5,9 @@ It imports nothing of the package under test. It holds for any scene that fits i
 errs only by float64 rounding. Pairs that contribute are found once (`Contributions`) and can be held fixed, so that
 finite differences and autograd see a smooth function.
 
-Sources: EWA splatting (Zwicker et al. 2001), 3DGS (Kerbl et al. 2023), gsplat 1.4's `_torch_impl.py` for the clamp of
-the Jacobian, Mip-Splatting (arXiv 2311.16493) for the compensation, e3nn/3DGS for the order and signs of SH.
+Sources: EWA splatting (Zwicker et al. 2001), 3DGS (Kerbl et al. 2023), the documentation of `cv2.fisheye`, gsplat
+1.4's `_torch_impl.py` for the clamp of the Jacobian, Mip-Splatting (arXiv 2311.16493) for the compensation, e3nn/3DGS
+for the order and signs of SH.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NEAR, DILATION, ALPHA_MIN, ALPHA_MAX, T_MIN = 0.01, 0.3, 1.0 / 255.0, 0.99, 1e-4
 
 @dataclass
 class TwinCamera:
-    """viewmat (4, 4) world to camera, OpenCV; pixels."""
+    """viewmat (4, 4) world to camera, OpenCV; pixels (of "ortho": pixels a unit). distortion: k1..k4 of a "fisheye"."""
 
     viewmat: Tensor
     fx: float
@@ -30,6 +31,8 @@ class TwinCamera:
     cy: float
     width: int
     height: int
+    model: str = "pinhole"
+    distortion: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -94,14 +97,47 @@ def sh_color(degree: int, directions: Tensor, sh: Tensor) -> Tensor:
     return ((values[..., None] * sh[:, : values.shape[-1]]).sum(1) + 0.5).clamp_min(0.0)
 
 
-def project(
-    columns: dict[str, Tensor], camera: TwinCamera, *, antialiased: bool, sh_degree: int
-) -> Projected:
-    """Columns as in the table (log scales, logit opacities), float64."""
-    view_rotation, translation = camera.viewmat[:3, :3], camera.viewmat[:3, 3]
-    means_camera = columns["means"] @ view_rotation.T + translation
-    x, y, z = means_camera.unbind(-1)
+def fisheye_pixel(point: Tensor, camera: TwinCamera) -> Tensor:
+    """Where a fisheye sees a point (3,) of the camera, (2,). OpenCV's formula; its Jacobian is autograd's."""
+    k1, k2, k3, k4 = camera.distortion
+    x, y, z = point
+    r = torch.sqrt(x * x + y * y)
+    t = torch.atan2(r, z)
+    d = t + k1 * t**3 + k2 * t**5 + k3 * t**7 + k4 * t**9
+    return torch.stack([camera.fx * x * d / r + camera.cx, camera.fy * y * d / r + camera.cy])
+
+
+def fisheye_limit(distortion: tuple[float, ...]) -> float:
+    """The first angle, in steps of 1e-5, where the image stops growing; at most 170 degrees."""
+    k1, k2, k3, k4 = distortion
+    t = torch.arange(0.0, 2.967, 1e-5, dtype=torch.float64)
+    grows = 1 + 3 * k1 * t**2 + 5 * k2 * t**4 + 7 * k3 * t**6 + 9 * k4 * t**8 > 0
+    return 2.967 if bool(grows.all()) else float(t[int(grows.to(torch.uint8).argmin())])
+
+
+def means_and_jacobians(points: Tensor, camera: TwinCamera) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of points (N, 3) of the camera: pixels (N, 2), the projection's Jacobian (N, 2, 3) as splats are drawn with it,
+    depths (N,), and which are within what the camera sees (N,)."""
+    x, y, z = points.unbind(-1)
+    zero = torch.zeros_like(z)
+    if camera.model == "fisheye":
+        from torch.func import jacrev, vmap
+
+        def pixel(point: Tensor) -> Tensor:
+            return fisheye_pixel(point, camera)
+
+        with torch.no_grad():
+            distance = points.norm(dim=-1)
+            angle = torch.atan2((x * x + y * y).sqrt(), z)
+            seen = (distance > NEAR) & (angle <= fisheye_limit(camera.distortion))
+        aside = torch.tensor([1.0, 1.0, 1.0], dtype=points.dtype)
+        points = torch.where(seen[:, None], points, aside)
+        return vmap(pixel)(points), vmap(jacrev(pixel))(points), points.norm(dim=-1), seen
     in_front = z > NEAR
+    if camera.model == "ortho":
+        pixels = torch.stack([camera.fx * x + camera.cx, camera.fy * y + camera.cy], -1)
+        jacobian = torch.tensor([[camera.fx, 0, 0], [0, camera.fy, 0]], dtype=points.dtype)
+        return pixels, jacobian.expand(len(points), 2, 3), z, in_front
     z = torch.where(in_front, z, torch.ones_like(z))
     tan_x, tan_y = 0.5 * camera.width / camera.fx, 0.5 * camera.height / camera.fy
     u = (x / z).clamp(
@@ -110,10 +146,20 @@ def project(
     v = (y / z).clamp(
         -(camera.cy / camera.fy + 0.3 * tan_y), (camera.height - camera.cy) / camera.fy + 0.3 * tan_y
     )
-    zero = torch.zeros_like(z)
     jacobian = torch.stack(
         [camera.fx / z, zero, -camera.fx * u / z, zero, camera.fy / z, -camera.fy * v / z], -1
     ).reshape(-1, 2, 3)
+    pixels = torch.stack([camera.fx * x / z + camera.cx, camera.fy * y / z + camera.cy], -1)
+    return pixels, jacobian, z, in_front
+
+
+def project(
+    columns: dict[str, Tensor], camera: TwinCamera, *, antialiased: bool, sh_degree: int
+) -> Projected:
+    """Columns as in the table (log scales, logit opacities), float64."""
+    view_rotation, translation = camera.viewmat[:3, :3], camera.viewmat[:3, 3]
+    means_camera = columns["means"] @ view_rotation.T + translation
+    means2d, jacobian, depths, in_front = means_and_jacobians(means_camera, camera)
     half = rotation(columns["quats"]) * columns["scales"].exp()[:, None, :]
     covariance = half @ half.transpose(1, 2)
     to_image = jacobian @ view_rotation
@@ -125,11 +171,14 @@ def project(
     opacities = columns["opacities"].sigmoid()
     if antialiased:
         opacities = opacities * (det / dilated_det).clamp_min(1e-30).sqrt()
-    means2d = torch.stack([camera.fx * x / z + camera.cx, camera.fy * y / z + camera.cy], -1)
-    centre = -torch.linalg.solve(view_rotation, translation)
+    if camera.model == "ortho":
+        axis = torch.tensor([0.0, 0.0, 1.0], dtype=translation.dtype)
+        directions = torch.linalg.solve(view_rotation, axis).expand(len(means_camera), 3)
+    else:
+        directions = columns["means"] + torch.linalg.solve(view_rotation, translation)
     sh = torch.cat([columns["sh0"][:, None], columns["shN"]], 1)
-    colors = sh_color(sh_degree, columns["means"] - centre, sh)
-    return Projected(means2d, conics, opacities, colors, z, in_front & (opacities >= ALPHA_MIN))
+    colors = sh_color(sh_degree, directions, sh)
+    return Projected(means2d, conics, opacities, colors, depths, in_front & (opacities >= ALPHA_MIN))
 
 
 @dataclass

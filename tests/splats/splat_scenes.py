@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,13 +80,14 @@ def camera_of(camera: twin.TwinCamera, viewmat: Tensor | None = None):
     from ns_mgpu_splat import Camera
 
     view = camera.viewmat.float() if viewmat is None else viewmat
-    return Camera(view, camera.fx, camera.fy, camera.cx, camera.cy, camera.width, camera.height)
+    fields = {name: value for name, value in vars(camera).items() if name != "viewmat"}
+    return Camera(view, **fields)
 
 
 def in_double(camera: twin.TwinCamera, *, requires_grad: bool = False) -> twin.TwinCamera:
     """The same camera with a float64 viewmat of its own."""
     view = camera.viewmat.detach().double().clone().requires_grad_(requires_grad)
-    return twin.TwinCamera(view, camera.fx, camera.fy, camera.cx, camera.cy, camera.width, camera.height)
+    return replace(camera, viewmat=view)
 
 
 def table_of(columns: dict[str, Tensor], *, requires_grad: bool = True):
