@@ -22,6 +22,7 @@ Rows = Iterator[dict[str, Any]]
 
 LR = 1e-6  # so small that the scene stays the same
 LRS = dict.fromkeys(("means", "quats", "scales", "opacities", "sh0", "shN"), LR)
+STEP_LR = 1e-3  # of the one step that meshes are compared by
 ROWS_A_BLOCK = 3_100_000  # of the town, at 3840 pixels
 WARM_UP = 24  # steps, in which placement learns what is seen
 GIB = float(1 << 30)
@@ -81,7 +82,7 @@ def gpu_count() -> int:
 class Scene:
     """A case's table, optimizer, cameras and target on the mesh."""
 
-    def __init__(self, case: Case, source: Any, *, unsorted: bool = False, images: int = 64) -> None:
+    def __init__(self, case: Case, source: Any, order: str = "town", *, images: int = 64) -> None:
         from ns_mgpu_splat import SplatAdam, SplatTable
 
         self.case, self.source = case, source
@@ -89,7 +90,7 @@ class Scene:
         self.table = SplatTable(case.rows, sh_degree=3, half=case.half)
         self.adam = SplatAdam(self.table, LRS, report_means=False)
         self.cameras: dict[str, list[Any]] = source.cameras(images, case.width, case.height)
-        source.fill(self.table, unsorted=unsorted)
+        source.fill(self.table, order)
         mgpu().synchronize()
         self.seconds = time.perf_counter() - start
         generator = torch.Generator().manual_seed(1)
@@ -186,13 +187,19 @@ def timed_steps(scene: Scene, steps: list[list[Any]], passes: int) -> dict[str, 
     return times | {"steps": len(steps)} | links
 
 
-def stage_times(scene: Scene, steps: list[list[Any]]) -> dict[str, float]:
-    """Mean milliseconds by stage; wants MGPU_STAGE_TIMES=1 on GPUs."""
+def stage_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
+    """`stages`, mean milliseconds of each (wants MGPU_STAGE_TIMES=1 on GPUs), and `home_imbalance`: rows that a shard projects,
+    largest over mean, mean over the steps."""
     together: dict[str, float] = {}
+    home = []
     for cameras in steps:
-        for stage, spent in scene.step(cameras).times:
+        report = scene.step(cameras)
+        for stage, spent in report.times:
             together[stage] = together.get(stage, 0.0) + 1e3 * spent / len(steps)
-    return {stage: round(milliseconds, 4) for stage, milliseconds in together.items()}
+        projected = report.culled["candidates"]
+        home.append(max(projected) * len(projected) / max(1, sum(projected)))
+    stages = {stage: round(milliseconds, 4) for stage, milliseconds in together.items()}
+    return {"stages": stages, "home_imbalance": statistics.fmean(home)}
 
 
 # ---- the parts
@@ -213,7 +220,7 @@ class GardenSource:
         camera = Camera.from_K(self.garden.viewmat, self.garden.scaled(width, height), width, height)
         return {"garden": [camera] * min(images, 4)}
 
-    def fill(self, table: Any, *, unsorted: bool = False) -> None:
+    def fill(self, table: Any, order: str = "town") -> None:
         """Rows as fast_step.py makes them, garden after garden: never unsorted."""
         from town_scene import plain
 
@@ -302,28 +309,40 @@ class Strong(Part):
             yield from self.run_case(case, source)
 
     def run_case(self, case: Case, source: Any) -> Rows:
-        """One scene."""
-        head = {"case": case.name, "rows": case.rows, "size": f"{case.width}x{case.height}"}
-        scene = Scene(case, source)
-        head |= {"make_s": scene.seconds} | scene.sort_and_place()
-        for kind in scene.cameras:
-            for batch in self.batch_sizes():
-                found = timed_steps(scene, scene.batches(kind, batch, self.views), self.passes)
-                yield head | {"kind": kind, "batch": batch} | found | memory_gib()
-        scene.close()
+        """One scene; on several shards also in stripes, so that each camera's rows are at home on all of them."""
+        for layout in ("placed", "striped") if self.shards > 1 and not case.garden else ("placed",):
+            scene = Scene(case, source, "striped" if layout == "striped" else "town")
+            head = head_of(case, scene) | {"layout": layout}
+            if layout == "placed":
+                head |= scene.sort_and_place()
+            for kind in scene.cameras:
+                for batch in self.batch_sizes():
+                    found = timed_steps(scene, scene.batches(kind, batch, self.views), self.passes)
+                    yield head | {"kind": kind, "batch": batch} | found | memory_gib()
+            scene.close()
+
+
+def head_of(case: Case, scene: Scene) -> dict[str, Any]:
+    """How the rows of a scene begin."""
+    size = f"{case.width}x{case.height}"
+    return {"case": case.name, "rows": case.rows, "size": size, "make_s": scene.seconds}
 
 
 class Stages(Strong):
-    """Where the time of a step goes, and what goes over the links: unsorted rows in equal chunks, then sorted and placed."""
+    """Where the time of a step goes, and what goes over the links: unsorted rows in equal chunks, stripes of them in the order of
+    space, and rows sorted and placed."""
 
     def run_case(self, case: Case, source: Any) -> Rows:
-        """One scene, made in no order."""
-        head = {"case": case.name, "rows": case.rows, "size": f"{case.width}x{case.height}"}
-        scene = Scene(case, source, unsorted=True)
-        head |= {"make_s": scene.seconds}
-        for layout in (
-            ("placed",) if case.garden else ("unsorted", "placed")
-        ):  # gardens are made one after another
+        """One scene, written anew for each layout."""
+        scene: Scene | None = None
+        for layout in ("placed",) if case.garden else ("unsorted", "striped", "placed"):
+            order = "town" if layout == "placed" else layout
+            if scene is None:
+                scene = Scene(case, source, order)
+            else:
+                scene.adam.flush()
+                source.fill(scene.table, order)
+            head = head_of(case, scene) | {"layout": layout}
             if layout == "placed":
                 head |= scene.sort_and_place()
             for kind in scene.cameras:
@@ -334,8 +353,9 @@ class Stages(Strong):
                     mgpu().reset_link_stats()
                     times = stage_times(scene, steps)
                     links = link_figures(mgpu().link_stats(reset=True), len(steps))
-                    yield head | {"layout": layout, "kind": kind, "batch": batch, "stages": times} | links
-        scene.close()
+                    yield head | {"kind": kind, "batch": batch} | times | links
+        if scene is not None:
+            scene.close()
 
 
 class Weak(Part):
@@ -466,7 +486,7 @@ class Equality(Part):
         """Unsorted rows, then sorted and placed; tensors go to a file whose name is in the row."""
         from ns_mgpu_splat import render
 
-        scene = Scene(self.case, self.source, unsorted=True, images=8)
+        scene = Scene(self.case, self.source, "unsorted", images=8)
         table = scene.table.requires_grad_(True)
         views = [scene.cameras["aerial"][0], scene.cameras["street"][0], scene.cameras["aerial"][1]]
         for layout in ("unsorted", "placed"):
@@ -488,6 +508,7 @@ class Equality(Part):
                 column.grad = None
             del images
             yield self.written(layout, found)
+        scene.adam.set_lrs(dict.fromkeys(LRS, STEP_LR))
         report = scene.step(views)
         scene.adam.flush()
         found = {"loss": torch.tensor([report.loss])}

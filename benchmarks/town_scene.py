@@ -21,6 +21,7 @@ from city_scene import city_cameras
 
 GOLDEN = (0.7548776662466927, 0.5698402909980532)  # of the R2 sequence, as in data/city/splats.py
 STRIDE = 0.6180339887498949  # of all rows, from one row of an unsorted table to the next
+STRIPE = 4096  # rows that stay together where neighbouring stripes go to different shards
 CHUNK = 1 << 19  # rows at a time: 300 MB of temporaries
 SUN = (0.35, 0.25, 0.9)
 SH_NOISE = 0.02  # sigma
@@ -39,6 +40,23 @@ def coprime_stride(rows: int) -> int:
     while np.gcd(stride, rows) != 1:
         stride += 1
     return stride
+
+
+def places(first: int, last: int, rows: int, order: str, shards: int, device: torch.device) -> Tensor:
+    """Which place of the town's sequence rows [first, last) of a table come from: always a permutation.
+
+    order: "town": their own; "unsorted": anywhere; "striped": the first of `shards` equal chunks has each `shards`th stripe of
+        the sequence, beginning with the first, the next chunk those beginning with the second, and so on.
+    """
+    row = torch.arange(first, last, device=device)
+    if order == "unsorted":
+        return (row * coprime_stride(rows)).remainder_(rows)
+    share = rows // (STRIPE * shards) * STRIPE  # of a chunk; what is left over stays at the end
+    if order == "town" or share == 0:
+        return row
+    chunk, inside = row // share, row % share
+    place = (inside // STRIPE * shards + chunk) * STRIPE + inside % STRIPE
+    return torch.where(row < share * shards, place, row)
 
 
 class TownScene:
@@ -65,23 +83,20 @@ class TownScene:
         return out
 
     @torch.no_grad()
-    def fill(self, table: Any, *, unsorted: bool = False) -> None:
+    def fill(self, table: Any, order: str = "town") -> None:
         """Write all rows of `table` (of `rows` rows, any SH degree), some hundred thousand at a time.
 
-        unsorted: neighbours in the table are anywhere in the town; the same set of rows.
+        order: as in `places`, for the shards of the mesh; the same set of rows in any.
         """
         columns = {name: plain(column) for name, column in table.named_columns().items()}
-        device = columns["means"].device
+        device, shards = columns["means"].device, len(vars(torch)["mgpu"].mesh().shards)
         on_device = {
             name: torch.from_numpy(np.ascontiguousarray(t)).to(device) for name, t in self.tables.items()
         }
         on_device["color"] = torch.from_numpy(self.color).float().to(device)
-        stride = coprime_stride(self.rows) if unsorted else 1
         for first in range(0, self.rows, CHUNK):
             last = min(self.rows, first + CHUNK)
-            place = torch.arange(first, last, device=device)
-            if unsorted:
-                place = (place * stride).remainder_(self.rows)
+            place = places(first, last, self.rows, order, shards, device)
             for name, values in self._of(place, on_device, columns["shN"].shape[1]).items():
                 columns[name][first:last].copy_(values)
         table.cells.forget()

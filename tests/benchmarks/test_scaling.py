@@ -20,7 +20,7 @@ from ns_mgpu_splat.data.city.splats import sample_splats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import scaling
-from town_scene import TownScene, coprime_stride
+from town_scene import STRIPE, TownScene, coprime_stride, places
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [*command, "--json", str(folder / "out.json")],
+        [*command, "--json", str(folder / "out.json"), "--logs", str(folder)],
         env=environment,
         capture_output=True,
         text=True,
@@ -84,7 +84,7 @@ def test_every_figure_of_strong_scaling_is_there(run: tuple[str, dict[str, Any]]
     for shards, batches in ((1, (1, 3)), (3, (1, 3))):
         for kind in ("aerial", "street"):
             for batch in batches:
-                (row,) = rows(run[1], "strong", shards=shards, kind=kind, batch=batch)
+                (row,) = rows(run[1], "strong", shards=shards, kind=kind, batch=batch, layout="placed")
                 assert row["rows"] == 4000
                 assert row["ms_least"] <= row["ms"] <= row["ms_most"]
                 assert len(row["peak"]) == shards
@@ -96,7 +96,7 @@ def test_the_same_views_see_the_same_rows_on_any_mesh_and_in_any_order(
     run: tuple[str, dict[str, Any]],
 ) -> None:
     counts = {row["visible"] for row in rows(run[1], "stages", kind="aerial", batch=3)}
-    assert len(rows(run[1], "stages", kind="aerial", batch=3)) == 4  # two meshes, two orders
+    assert len(rows(run[1], "stages", kind="aerial", batch=3)) == 6  # two meshes, three orders
     assert len(counts) == 1
     assert counts.pop() > 0
 
@@ -131,6 +131,7 @@ def test_absent_data_is_left_out_in_words(run: tuple[str, dict[str, Any]]) -> No
 def test_the_table_is_printed(run: tuple[str, dict[str, Any]]) -> None:
     for head in ("strong scaling", "stages, ms", "MB over the links", "against one GPU"):
         assert head in run[0]
+    assert "logs" not in run[1]["options"]  # a path of this machine
     assert "1.00x" in run[0]  # one shard's own speed-up
     assert "caliterra G=3 caliterra: left out" in run[0]
 
@@ -207,7 +208,7 @@ def test_an_unsorted_table_has_the_same_rows() -> None:
     scene = TownScene(1, count)
     first, second = SplatTable(count, sh_degree=0), SplatTable(count, sh_degree=0)
     scene.fill(first)
-    scene.fill(second, unsorted=True)
+    scene.fill(second, "unsorted")
     order = torch.arange(count) * coprime_stride(count) % count
     for a, b in zip(first.columns(), second.columns(), strict=True):
         assert torch.equal(a.detach().cpu()[order], b.detach().cpu())
@@ -219,3 +220,16 @@ def test_every_row_comes_once(rows: int) -> None:
     stride = coprime_stride(rows)
     assert np.gcd(stride, rows) == 1
     assert rows * stride < 2**63
+
+
+@pytest.mark.parametrize("order", ["town", "unsorted", "striped"])
+@pytest.mark.parametrize(("rows", "shards"), [(1, 3), (100_000, 1), (100_000, 3), (3 * STRIPE * 4, 4)])
+def test_every_order_has_every_row(order: str, rows: int, shards: int) -> None:
+    found = places(0, rows, rows, order, shards, torch.device("cpu"))
+    assert torch.equal(found.sort().values, torch.arange(rows))
+    assert torch.equal(found[rows // 3 :], places(rows // 3, rows, rows, order, shards, torch.device("cpu")))
+
+
+def test_stripes_go_to_shards_in_turn() -> None:
+    found = places(0, 8 * STRIPE, 8 * STRIPE, "striped", 2, torch.device("cpu"))
+    assert (found[::STRIPE] // STRIPE).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
