@@ -393,11 +393,11 @@ def show_strong(rows: list[Row]) -> list[str]:
         return []
     out = [
         "",
-        "strong scaling: rows in Hilbert order, placed; striped: neighbouring stripes on different GPUs",
+        "strong scaling; homes: rows that a GPU projects, largest over mean; stripes: neighbours on different GPUs",
     ]
     out.append(
         f"{'scene':16}{'image':>10} {'view':8}{'batch':>6}{'G':>3} {'layout':8}{'ms':>10}{'speed-up':>10}{'MB links':>10}"
-        f"{'remote':>8}{'balance':>9}{'visible M':>10}{'peak GiB a GPU':>16}"
+        f"{'remote':>8}{'balance':>9}{'homes':>7}{'misplaced MiB':>14}{'visible M':>10}{'peak GiB a GPU':>16}"
     )
     verdicts = []
     ones = groups([row for row in found if row["shards"] == 1], "case", "size", "kind", "batch")
@@ -409,7 +409,8 @@ def show_strong(rows: list[Row]) -> list[str]:
             out.append(
                 f"{case:16}{size:>10} {kind:8}{batch:6d}{shards:3d} {layout:8}{row['ms']:10.3f}{speed:9.2f}x"
                 f"{row['links_mb']:10.2f}{100 * row['remote_share']:6.1f} %{row['imbalance']:9.3f}"
-                f"{row['visible'] / 1e6:10.2f}{max(row['peak']):16.2f}"
+                f"{row['home_imbalance']:7.2f}{row.get('misplaced_mib', 0.0):14.1f}{row['visible'] / 1e6:10.2f}"
+                f"{max(row['peak']):16.2f}"
             )
             target = SPEED_UPS.get(shards)
             if target and one and batch == 1 and "49.3M" in case:

@@ -170,8 +170,7 @@ def link_figures(found: dict[str, Any], steps: int) -> dict[str, float]:
 
 def timed_steps(scene: Scene, steps: list[list[Any]], passes: int) -> dict[str, Any]:
     """Wall-clock milliseconds a step, the host waiting only at both ends of a pass through all steps."""
-    for cameras in steps[:4]:
-        scene.step(cameras)
+    home = statistics.fmean(home_imbalance(scene.step(cameras)) for cameras in steps[:4])
     mgpu().synchronize()
     mgpu().reset_peak_memory_stats()
     mgpu().reset_link_stats()
@@ -184,7 +183,13 @@ def timed_steps(scene: Scene, steps: list[list[Any]], passes: int) -> dict[str, 
         found.append(1e3 * (time.perf_counter() - start) / len(steps))
     links = link_figures(mgpu().link_stats(reset=True), passes * len(steps))
     times = {"ms": statistics.median(found), "ms_least": min(found), "ms_most": max(found)}
-    return times | {"steps": len(steps)} | links
+    return times | {"steps": len(steps), "home_imbalance": home} | links
+
+
+def home_imbalance(report: Any) -> float:
+    """Rows that a shard projects in a step, largest over mean."""
+    projected = report.culled["candidates"]
+    return max(projected) * len(projected) / max(1, sum(projected))
 
 
 def stage_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
@@ -196,8 +201,7 @@ def stage_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
         report = scene.step(cameras)
         for stage, spent in report.times:
             together[stage] = together.get(stage, 0.0) + 1e3 * spent / len(steps)
-        projected = report.culled["candidates"]
-        home.append(max(projected) * len(projected) / max(1, sum(projected)))
+        home.append(home_imbalance(report))
     stages = {stage: round(milliseconds, 4) for stage, milliseconds in together.items()}
     return {"stages": stages, "home_imbalance": statistics.fmean(home)}
 
@@ -221,11 +225,17 @@ class GardenSource:
         return {"garden": [camera] * min(images, 4)}
 
     def fill(self, table: Any, order: str = "town") -> None:
-        """Rows as fast_step.py makes them, garden after garden: never unsorted."""
-        from town_scene import plain
+        """Rows as fast_step.py makes them, garden after garden, or unsorted."""
+        from town_scene import places, plain
 
         columns = {name: plain(column) for name, column in table.named_columns().items()}
         self.garden.fill(columns, self.case.garden, 0.5)
+        if order != "town":
+            rows, device = table.num_rows, columns["means"].device
+            place = places(0, rows, rows, order, shard_count(), device)
+            for column in columns.values():
+                column.copy_(column[place])
+            del place
         table.cells.forget()
         mgpu().synchronize()
         if on_gpus():
@@ -309,9 +319,12 @@ class Strong(Part):
             yield from self.run_case(case, source)
 
     def run_case(self, case: Case, source: Any) -> Rows:
-        """One scene; on several shards also in stripes, so that each camera's rows are at home on all of them."""
-        for layout in ("placed", "striped") if self.shards > 1 and not case.garden else ("placed",):
-            scene = Scene(case, source, "striped" if layout == "striped" else "town")
+        """One scene; on several shards also unsorted, and in stripes, so that each camera's rows are at home on all of them."""
+        layouts = ["placed"]
+        if self.shards > 1:
+            layouts += ["unsorted"] if case.garden else ["unsorted", "striped"]
+        for layout in layouts:
+            scene = Scene(case, source, "town" if layout == "placed" else layout)
             head = head_of(case, scene) | {"layout": layout}
             if layout == "placed":
                 head |= scene.sort_and_place()
@@ -335,7 +348,7 @@ class Stages(Strong):
     def run_case(self, case: Case, source: Any) -> Rows:
         """One scene, written anew for each layout."""
         scene: Scene | None = None
-        for layout in ("placed",) if case.garden else ("unsorted", "striped", "placed"):
+        for layout in ("unsorted", "placed") if case.garden else ("unsorted", "striped", "placed"):
             order = "town" if layout == "placed" else layout
             if scene is None:
                 scene = Scene(case, source, order)
