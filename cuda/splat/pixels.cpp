@@ -20,10 +20,7 @@ RowRange own_rows(const View& view, const ViewPatch& patch) { return rows_held(v
 
 ShardImages::ShardImages(const Frame& frame, float ssim_weight)
     : views_(frame.views.size()), patches_(view_patches(frame)) {
-  std::vector<LossReach> reach;
-  for (const View& view : frame.views) reach.push_back(loss_reach(view.height, view.width, ssim_weight));
-  halo_ = halo_pieces(frame, patches_, reach);
-
+  for (const View& view : frame.views) reach_.push_back(loss_reach(view.height, view.width, ssim_weight));
   const size_t shards = patches_.size();
   rgb_.assign(shards * views_, nullptr);
   accumulation_ = gradient_ = rgb_;
@@ -32,7 +29,7 @@ ShardImages::ShardImages(const Frame& frame, float ssim_weight)
     for (size_t v = 0; v < views_; ++v) {
       const View& view = frame.views[v];
       const ViewPatch& patch = patches_[shard][v];
-      floats += kRgb * pixels_in(view, rows_held(view, patch, reach[v]));
+      floats += kRgb * pixels_in(view, rows_held(view, patch, reach_[v]));
       floats += (1 + kRgb) * pixels_in(view, own_rows(view, patch));
     }
     memory_.emplace_back(floats, static_cast<int>(shard));
@@ -47,7 +44,7 @@ ShardImages::ShardImages(const Frame& frame, float ssim_weight)
       const ViewPatch& patch = patches_[shard][v];
       if (patch.empty()) continue;
       const size_t at = shard * views_ + v;
-      rgb_[at] = take(view, rows_held(view, patch, reach[v]), kRgb);
+      rgb_[at] = take(view, rows_held(view, patch, reach_[v]), kRgb);
       accumulation_[at] = take(view, own_rows(view, patch), 1);
       gradient_[at] = take(view, own_rows(view, patch), kRgb);
     }
@@ -67,6 +64,7 @@ std::vector<ImageGradPointers> ShardImages::gradients() const {
 }
 
 void ShardImages::share_halo(const Frame& frame) {
+  halo_ = halo_pieces(frame, patches_, reach_);
   const size_t shards = patches_.size();
   std::vector<std::vector<CopyRect>> at_home(shards), on_arrival(shards);
   std::vector<Buffer<float>> sent, received;  // of a pair of shards

@@ -23,7 +23,8 @@ class ShardImages {
   std::vector<ImagePointers> images() const;
   std::vector<ImageGradPointers> gradients() const;
 
-  // After stage "blend": one copy for each pair of shards with a common border.
+  // After stage "blend": one copy for each pair of shards with a common border. What that is, is worked out
+  // here, while GPUs blend.
   void share_halo(const Frame& frame);
   // What `gather` has for each view: null, or where all tiles go, in the memory of a tensor.
   void put_together(const Frame& frame, const std::vector<float*>& gather) const;
@@ -36,8 +37,9 @@ class ShardImages {
   float* rgb_of(size_t shard, size_t v) const { return rgb_[shard * views_ + v]; }
 
   size_t views_;
-  std::vector<std::vector<ViewPatch>> patches_;  // [shards][views]
-  std::vector<HaloPiece> halo_;
+  std::vector<std::vector<ViewPatch>> patches_;        // [shards][views]
+  std::vector<LossReach> reach_;                       // [views]
+  std::vector<HaloPiece> halo_;                        // after share_halo()
   std::vector<Buffer<float>> memory_;                  // [shards]
   std::vector<float*> rgb_, accumulation_, gradient_;  // [shards * views], null if the shard has no tile
 };

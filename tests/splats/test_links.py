@@ -166,7 +166,7 @@ def test_loss_where_the_tiles_are_is_that_of_the_whole_images() -> None:
                 loss = l1_ssim_loss(leaf, targets[v], mask=mask and mask[v], ssim_weight=weight)
                 (loss / len(cameras)).backward()
                 grads.append((leaf.grad, None, None))
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
             native().splat_backward(frame, grads)
             assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
             assert torch.equal(adam.pending[-1].record_grads(), frame.record_grads())
