@@ -51,4 +51,8 @@ constexpr int64_t tiles_of_run(int64_t tiles) {
   return run;
 }
 
+// Owner of each range such that the sum of kept[owner, range] is largest. kept: [shards, shards]. Exact
+// (Hungarian method), O(shards^3).
+std::vector<int> match_ranges(const std::vector<int64_t>& kept, int shards);
+
 }  // namespace mgpu::splat
