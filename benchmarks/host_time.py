@@ -94,12 +94,12 @@ class NoStep:
         return a, b
 
     def __call__(self, *arguments: Any) -> NoStep:
-        """`arguments` as of the native function: the cameras' are the fourth, whether images are wanted the fourteenth."""
+        """`arguments` as of the native function: targets are the fifth, whether images are wanted is the fourteenth."""
         self.last = time.perf_counter(), time.thread_time()
         self.calls += 1
         if self.picture is None:
             self.first = self.last
-            width, height = arguments[3][0][-2:]
+            height, width = arguments[4][0].shape[:2]
             self.picture = torch.zeros(height, width, 3, device="mgpu")
         self.images = [self.picture] if arguments[13] else []
         return self
