@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about source files that no linter knows: SPDX line, formatting of C++, no torch header in `.cu`, file size."""
+"""Rules about source files that no linter knows: SPDX line, formatting of C++, no torch header in `.cu`, file size,
+names of test files."""
 
 from __future__ import annotations
 
@@ -52,6 +53,15 @@ def problems() -> list[str]:
             found.append(
                 f"{name} includes a torch or Python header; glue belongs in cuda/backend or a bindings file."
             )
+    first: dict[str, str] = {}
+    for path in files:
+        if path.name.startswith("test_") and path.suffix == ".py":
+            name = path.relative_to(ROOT).as_posix()
+            other = first.setdefault(path.name, name)
+            if other != name:
+                found.append(
+                    f"{name} has the name of {other}: pytest imports test files by name. Rename one."
+                )
     sources = [str(p) for p in files if p.suffix in CXX]
     formatter = shutil.which("clang-format", path=f"{Path(sys.executable).parent}:/usr/bin:/usr/local/bin")
     if formatter is None:
