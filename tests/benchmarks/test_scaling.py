@@ -80,6 +80,7 @@ def rows(found: dict[str, Any], part: str, **wanted: Any) -> list[dict[str, Any]
     ]
 
 
+@pytest.mark.slow
 def test_every_figure_of_strong_scaling_is_there(run: tuple[str, dict[str, Any]]) -> None:
     for shards, batches in ((1, (1, 3)), (3, (1, 3))):
         for kind in ("aerial", "street"):
@@ -92,6 +93,7 @@ def test_every_figure_of_strong_scaling_is_there(run: tuple[str, dict[str, Any]]
                 assert row["imbalance"] >= 1.0
 
 
+@pytest.mark.slow
 def test_the_same_views_see_the_same_rows_on_any_mesh_and_in_any_order(
     run: tuple[str, dict[str, Any]],
 ) -> None:
@@ -101,11 +103,13 @@ def test_the_same_views_see_the_same_rows_on_any_mesh_and_in_any_order(
     assert counts.pop() > 0
 
 
+@pytest.mark.slow
 def test_stages_are_those_of_a_step(run: tuple[str, dict[str, Any]]) -> None:
     for row in rows(run[1], "stages"):
         assert {"project", "bin", "blend", "loss", "blend_backward", "step"} <= set(row["stages"])
 
 
+@pytest.mark.slow
 def test_meshes_are_compared_with_one_shard(run: tuple[str, dict[str, Any]]) -> None:
     for layout in ("unsorted", "placed", "step"):
         (row,) = rows(run[1], "equality", shards=3, layout=layout)
@@ -116,18 +120,21 @@ def test_meshes_are_compared_with_one_shard(run: tuple[str, dict[str, Any]]) -> 
     )  # something is in the pictures
 
 
+@pytest.mark.slow
 def test_half_tables_have_their_bytes(run: tuple[str, dict[str, Any]]) -> None:
     for shards in (1, 3):
         (row,) = rows(run[1], "largest-half", shards=shards)
         assert (row["rows"], row["bytes_a_row"]) == (4000, 504)
 
 
+@pytest.mark.slow
 def test_absent_data_is_left_out_in_words(run: tuple[str, dict[str, Any]]) -> None:
     problems = {(p["part"], p["shards"]): p for p in run[1]["problems"]}
     assert set(problems) == {("caliterra", 1), ("caliterra", 3)}
     assert "MGPU_TEST_DATA" in problems["caliterra", 1]["left_out"]
 
 
+@pytest.mark.slow
 def test_the_table_is_printed(run: tuple[str, dict[str, Any]]) -> None:
     for head in ("strong scaling", "stages, ms", "MB over the links", "against one GPU"):
         assert head in run[0]
