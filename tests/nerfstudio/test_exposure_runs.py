@@ -112,4 +112,4 @@ def test_exposures_of_another_capture_are_refused(
     )
     assert first["code"] == 0, first["text"]
     assert other["code"] == 1
-    assert "exposures of 13 photographs, the capture has 11" in other["text"]
+    assert "exposures of 13 photographs, the capture has 12 training images" in other["text"]
