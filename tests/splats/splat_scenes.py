@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,20 @@ def mesh_of(shards: int) -> str:
     """MGPU_DEVICES for a process of its own: so many shards of the kind that this process runs on."""
     on_gpus = torch.mgpu.mesh().shards[0].startswith("cuda")  # type: ignore[attr-defined]
     return ",".join(["0"] * shards) if on_gpus else f"cpu:{shards}"
+
+
+def run_on_three_shards(test_file: str) -> None:
+    """Run a file's tests in a process of their own, on three shards of the host with the locality check."""
+    if len(torch.mgpu.mesh().shards) > 1 or not str(torch.mgpu.mesh().shards[0]).startswith("cpu"):  # type: ignore[attr-defined]
+        pytest.skip("this is such a process, or the mesh is of GPUs")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test_file],
+        env={**os.environ, "MGPU_DEVICES": "cpu:3", "MGPU_CHECK_LOCALITY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def check_equal_on_meshes(

@@ -254,16 +254,7 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_on_three_shards_with_the_locality_check() -> None:
     """The same tests in a process of their own."""
-    if len(torch.mgpu.mesh().shards) > 1 or not str(torch.mgpu.mesh().shards[0]).startswith("cpu"):  # type: ignore[attr-defined]
-        pytest.skip("this is such a process, or the mesh is of GPUs")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "MGPU_DEVICES": "cpu:3", "MGPU_CHECK_LOCALITY": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    scenes.run_on_three_shards(__file__)
 
 
 @pytest.mark.sanitize

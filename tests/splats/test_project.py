@@ -11,7 +11,9 @@ import splat_scenes as scenes
 import torch
 import twin
 
+from ns_mgpu_splat import SplatTable
 from ns_mgpu_splat.splats import project
+from ns_mgpu_splat.splats.project import Records
 
 FIELDS = ("means2d", "conics", "opacities", "colors", "depths")
 
@@ -28,20 +30,20 @@ def reach_of(p: twin.Projected, camera: twin.TwinCamera) -> torch.Tensor:
     return torch.where(p.visible, alpha.amax(0), torch.zeros_like(p.opacities))
 
 
-@pytest.mark.parametrize("degree", [0, 1, 2, 3])
-@pytest.mark.parametrize("antialias", [False, True])
-def test_records_and_gradients_match_the_twin(degree: int, antialias: bool) -> None:
-    columns = scenes.random_columns(400, degree, degree=degree)
-    camera = scenes.random_twin_camera(degree, 60, 44)
-    table = scenes.table_of(columns)
-    viewmat = camera.viewmat.clone().requires_grad_()
-    records = project(table, scenes.camera_of(camera, viewmat), antialias=antialias)
-
+def check_against_twin(
+    records: Records,
+    table: SplatTable,
+    viewmat: torch.Tensor,
+    columns: dict[str, torch.Tensor],
+    camera: twin.TwinCamera,
+    *,
+    antialias: bool,
+    degree: int,
+) -> twin.Projected:
+    """Records hold all rows that reach 1/255, with the twin's values and gradients; returns the twin's rows."""
     double, camera64 = scenes.double_columns(columns), scenes.in_double(camera, requires_grad=True)
     truth = twin.project(double, camera64, antialiased=antialias, sh_degree=degree)
     row = records.row.cpu()
-    assert torch.equal(row, row.sort().values)
-    assert len(row) == len(row.unique()) > 100
     reached = (reach_of(truth, camera) >= 1 / 255).nonzero().flatten()
     assert set(reached.tolist()) <= set(row.tolist())
 
@@ -57,6 +59,22 @@ def test_records_and_gradients_match_the_twin(degree: int, antialias: bool) -> N
     for name, column in table.named_columns().items():
         assert scenes.relative_l2(column.grad, double[name].grad) <= 1e-4, name
     assert scenes.relative_l2(viewmat.grad[:3], camera64.viewmat.grad[:3]) <= 1e-4
+    return truth
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2, 3])
+@pytest.mark.parametrize("antialias", [False, True])
+def test_records_and_gradients_match_the_twin(degree: int, antialias: bool) -> None:
+    columns = scenes.random_columns(400, degree, degree=degree)
+    camera = scenes.random_twin_camera(degree, 60, 44)
+    table = scenes.table_of(columns)
+    viewmat = camera.viewmat.clone().requires_grad_()
+    records = project(table, scenes.camera_of(camera, viewmat), antialias=antialias)
+
+    row = records.row.cpu()
+    assert torch.equal(row, row.sort().values)
+    assert len(row) == len(row.unique()) > 100
+    check_against_twin(records, table, viewmat, columns, camera, antialias=antialias, degree=degree)
     assert torch.equal(viewmat.grad[3], torch.zeros(4))
 
 

@@ -108,14 +108,18 @@ def test_background_may_require_grad() -> None:
     assert torch.allclose(background.grad, left.expand(3), rtol=1e-4)
 
 
-MESH_SCRIPT = """
+MESH_SCENE = """
+columns = scenes.random_columns(3000, 5)
+views = [scenes.random_twin_camera(i, *size) for i, size in enumerate([(130, 90), (64, 48), (5, 40)])]
+"""
+RENDER_START = """
 import sys
 import numpy as np
 import splat_scenes as scenes
 from ns_mgpu_splat import render
-columns = scenes.random_columns(3000, 5)
+"""
+RENDER_SCENE = """
 columns["means"][1000:2000] = columns["means"][:1000]  # equal depths in rows of different shards
-views = [scenes.random_twin_camera(i, *size) for i, size in enumerate([(130, 90), (64, 48), (5, 40)])]
 table = scenes.table_of(columns)
 viewmats = [view.viewmat.clone().requires_grad_() for view in views]
 images = render(table, [scenes.camera_of(v, m) for v, m in zip(views, viewmats)], background=[0.1, 0.2, 0.3])
@@ -148,17 +152,23 @@ def run_script(script: str, *arguments: str, **environment: str) -> subprocess.C
     )
 
 
-def test_images_are_bit_equal_on_any_mesh_and_gradients_agree(tmp_path: Path) -> None:
+def check_on_meshes(scene: str, folder: Path) -> dict[str, np.ndarray]:
+    """Images of 1, 3 and 4 shards are bit-equal and gradients agree; `scene` makes `columns` and `views`. Returns one shard's."""
+    script = RENDER_START + scene + RENDER_SCENE
     results = {}
     for shards in (1, 3, 4):
-        file = tmp_path / f"{shards}.npz"
-        done = run_script(MESH_SCRIPT, str(file), MGPU_DEVICES=scenes.mesh_of(shards))
+        file = folder / f"{shards}.npz"
+        done = run_script(script, str(file), MGPU_DEVICES=scenes.mesh_of(shards))
         assert done.returncode == 0, done.stderr
         results[shards] = dict(np.load(file))
     reference = results.pop(1)
-    assert reference["accumulation0"].max() > 0.5
     for shards, result in results.items():
         scenes.check_equal_on_meshes(result, reference, shards)
+    return reference
+
+
+def test_images_are_bit_equal_on_any_mesh_and_gradients_agree(tmp_path: Path) -> None:
+    assert check_on_meshes(MESH_SCENE, tmp_path)["accumulation0"].max() > 0.5
 
 
 @pytest.mark.usefixtures("deterministic")

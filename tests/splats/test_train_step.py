@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import large_probe
@@ -267,16 +263,7 @@ def test_an_image_changed_in_place_is_noticed() -> None:
 
 def test_on_three_shards_with_the_locality_check() -> None:
     """The same tests in a process of their own."""
-    if len(torch.mgpu.mesh().shards) > 1 or not str(torch.mgpu.mesh().shards[0]).startswith("cpu"):  # type: ignore[attr-defined]
-        pytest.skip("this is such a process, or the mesh is of GPUs")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "MGPU_DEVICES": "cpu:3", "MGPU_CHECK_LOCALITY": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    scenes.run_on_three_shards(__file__)
 
 
 def test_rows_between_those_that_are_seen_change_nothing() -> None:
