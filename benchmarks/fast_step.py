@@ -349,7 +349,10 @@ class Mgpu:
         return {"stages": result} | self.counts(row)
 
     def kernels(self, row: Row) -> dict[str, Any]:
-        """Milliseconds and launches of each kernel in one iteration of the full objective."""
+        """Of one iteration of the full objective: milliseconds and launches of each kernel, and calls that wait for the GPU.
+
+        The wait after the last of five iterations is in it, too: a fifth of a call.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         self.prepare(row)
@@ -366,7 +369,8 @@ class Mgpu:
             for e in profiled.key_averages()
             if e.device_time_total > 0
         ]
-        return {"kernels": sorted(kernels, key=lambda kernel: -kernel["ms"])}
+        waits = {e.key: e.count / rounds for e in profiled.key_averages() if "Synchronize" in e.key}
+        return {"kernels": sorted(kernels, key=lambda kernel: -kernel["ms"]), "waits": waits}
 
 
 # ---- gsplat
@@ -593,7 +597,7 @@ def show_times(results: dict[str, Any]) -> None:
 
 
 def show_stages(results: dict[str, Any]) -> None:
-    """Stages of each row: milliseconds, what they cannot avoid, and the quotient."""
+    """Stages of each row: milliseconds, what they cannot avoid, the quotient, and the bytes that a floor counts."""
     for name, result in results.items():
         if "stages" not in result:
             continue
@@ -604,7 +608,9 @@ def show_stages(results: dict[str, Any]) -> None:
                 if stage in limits:
                     moved, lanes = limits[stage]
                     floor = 1e3 * max(moved / BYTES_PER_S, lanes / LANES_PER_S)
-                    parts.append(f"{stage} {milliseconds:.3f}/{floor:.3f}={milliseconds / floor:.1f}")
+                    parts.append(
+                        f"{stage} {milliseconds:.3f}/{floor:.3f}={milliseconds / floor:.1f} ({moved / 1e6:.1f} MB)"
+                    )
                 elif milliseconds > 0.02:
                     parts.append(f"{stage} {milliseconds:.3f}")
             print(f"{name} {objective}: {'  '.join(parts)}")
@@ -665,12 +671,15 @@ def show(result: dict[str, Any]) -> None:
     """Print all of it."""
     print(f"{result['gpu']}, torch {result['torch']}, {result['date']}; milliseconds, medians")
     show_times(result["rows"])
-    print("stages: milliseconds / floor = quotient")
+    print("stages: milliseconds / floor = quotient (bytes that the stage has to move)")
     show_stages(result["rows"])
     for name, row in result["rows"].items():
         if "kernels" in row:
             kernels = row["kernels"]["kernels"]
-            print(f"{name}: {sum(k['launches'] for k in kernels):.0f} kernels and copies an iteration")
+            waits = ", ".join(f"{call} {count:.1f}" for call, count in row["kernels"]["waits"].items())
+            print(
+                f"{name}: {sum(k['launches'] for k in kernels):.0f} kernels and copies an iteration; waits: {waits}"
+            )
             for kernel in kernels[:40]:
                 print(f"  {kernel['ms']:8.4f} ms  {kernel['launches']:5.1f}  {kernel['kernel'][:150]}")
 

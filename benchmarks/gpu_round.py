@@ -5,7 +5,7 @@
 
 Steps: build; timing, each alone on the first GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, export (of what
 that trained), memory, bench, whole (tests that take all memory); checks, four at a time a GPU, on the first one after all
-timing: splats, device, managed, opinfo, large, sanitize.
+timing: splats, device, partition, managed, opinfo, large, sanitize.
 `device=0,0,0` is a step on that mesh alone, of one GPU unless it names two. Without steps: all. GPU time is dear: a run
 that takes too long is ended, what does not fit into S seconds is left out and said so, and a run that fails does not stop
 the others.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 STEPS = (
     *("build", "stages", "fast", "peer", "caliterra", "export", "memory", "bench", "whole"),
-    *("splats", "device", "managed", "opinfo", "large", "sanitize"),
+    *("splats", "device", "partition", "managed", "opinfo", "large", "sanitize"),
 )
 TOGETHER = 4  # checks at a time on a GPU: many processes on one GPU take turns, and all are slow
 NEED = {"MGPU_REQUIRE_GPU": "1", "OMP_NUM_THREADS": "2"}  # the host's part of many tests at a time
@@ -120,6 +120,9 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
         ]
     if kind == "device":
         return [tests("device", ["tests/device", f"--deselect={database}"], m, 240) for m in meshes]
+    if kind == "partition":
+        sizes = "200000 320 208 4 8"  # rows, image, shards
+        return [tests("partition", ["tests/partition"], mesh or "0,0,0,0", 240, MGPU_PLACEMENT_TEST=sizes)]
     if kind == "whole":
         alone = ["tests/device", "-m", "whole_gpu"]
         return [

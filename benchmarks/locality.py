@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the partition is worth: bytes between shards, balance, and what the machinery itself costs.
+"""What the partition is worth: bytes between shards, balance, what the machinery itself costs, and what rows out of sight do.
 
-    python benchmarks/locality.py [--tables links machinery] [--splats N] [--blocks B] [--images N] [--size WxH]
+    python benchmarks/locality.py [--tables links machinery visibility] [--splats N] [--blocks B] [--images N] [--size WxH]
         [--steps 1 8 8s all] [--json FILE]
 
 The scene is that of `mgpu-splat-city --splats N`: Gaussians on the surfaces of a town, and the cameras of its survey from
@@ -17,6 +17,9 @@ that light a pixel, their share, and for steps the share if each tile may go to 
 
 machinery: milliseconds of a training step, and of all that is done between steps: order, observation, placement, moves;
 and their share of the steps between two refinements.
+
+visibility: a training step of a camera that always sees the same, of 1 M to 64 M Gaussians, with cells and without: part
+`growth` of visibility.py, whose scene is gsplat's garden, replicated where the camera does not look.
 """
 
 from __future__ import annotations
@@ -312,7 +315,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", nargs="+", choices=["links", "machinery"], default=["links", "machinery"])
+    parser.add_argument(
+        "--tables",
+        nargs="+",
+        choices=["links", "machinery", "visibility"],
+        default=["links", "machinery"],
+    )
     parser.add_argument("--splats", type=int, default=200_000)
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--images", type=int, default=120, help="cameras, half of them from the air")
@@ -322,6 +330,9 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", default=["1", "8", "8s", "all"], help="cameras a step")
     parser.add_argument("--warm-up", type=int, default=60, help="steps before placement looks at the rows")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--millions", nargs="+", type=float, default=[1, 4, 16, 64], help="of rows, table visibility"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("MGPU_DEVICES", "cpu:8")
@@ -336,6 +347,11 @@ def main() -> None:
             results["links"] = links_table(options)
     if "machinery" in options.tables:
         results["machinery"] = machinery_table(options)
+    if "visibility" in options.tables:
+        from visibility import growth
+
+        print()
+        results["visibility"] = growth(options.millions, (1920, 1244), quick=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
