@@ -20,6 +20,7 @@ import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -102,7 +103,18 @@ def bare_loop(pipeline: Any, optimizers: Any, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+def scores_by_photograph(pipeline: Any) -> list[dict[str, float]]:
+    """The scores of each held-out photograph; `ns-eval` prints their means."""
+    scores = []
+    with torch.no_grad():
+        for camera, batch in pipeline.datamanager.fixed_indices_eval_dataloader:
+            outputs = pipeline.model.get_outputs_for_camera(camera=camera)
+            metrics, _ = pipeline.model.get_image_metrics_and_images(outputs, batch)
+            scores.append({key: float(value) for key, value in metrics.items()})
+    return scores
+
+
+def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train without Nerfstudio's loop; scores by its pipeline."""
     from ns_mgpu_splat.nerfstudio.config import mgpu_splat
     from ns_mgpu_splat.nerfstudio.device import start_device
@@ -129,14 +141,13 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
 
     model.eval()
     model.step = steps
-    scores = pipeline.get_average_eval_image_metrics()
+    scores = scores_by_photograph(pipeline)
     figures = {
         "seconds": seconds,
         "steps_per_second": steps / seconds,
-        "psnr": scores["psnr"],
-        "cc_psnr": scores["cc_psnr"],
-        "ssim": scores["ssim"],
+        **{key: statistics.fmean(score[key] for score in scores) for key in ("psnr", "cc_psnr", "ssim")},
         "gaussians": model.num_points,
+        "photographs": [score["psnr"] for score in scores],
     }
     if options["views"]:
         name = "-".join([*(f"{n}={v}" for n, v in options["model"]), f"seed-{seed}"])
@@ -297,7 +308,7 @@ def main() -> None:
     for run in arguments.runs:
         mine = [row for row in rows if row["run"] == run]
         if len(mine) > 1:
-            keys = [key for key in mine[0] if key not in ("run", "seed")]
+            keys = [key for key in mine[0] if key not in ("run", "seed", "photographs")]
             _print(run, "mean", {key: sum(row[key] for row in mine) / len(mine) for key in keys})
     if len(arguments.runs) == 2:
         rates = [

@@ -2,6 +2,7 @@
 #include "backend/op_table.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <map>
@@ -265,6 +266,12 @@ void relabel(std::vector<c10::IValue>& stack) {
 
 void call_backing(const c10::OperatorHandle& handle, std::vector<c10::IValue>* stack) {
   if (part_gpu >= 0) relabel(*stack);
+  // An operator with several out= arguments returns references to them. torch 2.11 drops its arguments from
+  // the stack before it copies these, so somebody else has to hold the tensors (2.14 copies first).
+  c10::SmallVector<c10::IValue, 8> held;
+  const c10::FunctionSchema& schema = handle.schema();
+  if (schema.returns().size() > 1 && schema.is_mutable())
+    held.assign(stack->end() - static_cast<int64_t>(schema.arguments().size()), stack->end());
   handle.redispatchBoxed(c10::DispatchKeySet(kBackingKey), stack);
 }
 
