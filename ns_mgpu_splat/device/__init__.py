@@ -52,8 +52,8 @@ def init(devices: str | None = None) -> torch.device:
         devices: the mesh, as in MGPU_DEVICES: `cpu:4`, `0,1`, `0,0,0,0`. None: what MGPU_DEVICES says, else all GPUs,
             else `cpu:1`; and any mesh at all if the device is registered.
     Returns: `torch.device("mgpu")`; a process has one mesh, index 0.
-    Raises: RuntimeError if a GPU of the mesh is not there, if another mesh or another PrivateUse1 backend is registered,
-        or in a forked process; ValueError if `devices` cannot be read; TypeError if it is no text;
+    Raises: RuntimeError if a GPU of the mesh is not there or too old, if another mesh or another PrivateUse1 backend is
+        registered, or in a forked process; ValueError if `devices` cannot be read; TypeError if it is no text;
         ns_mgpu_splat.device.build.BuildError if the module cannot be built.
     """
     global _mesh, _flavour
@@ -76,6 +76,8 @@ def init(devices: str | None = None) -> torch.device:
             ValueError,
         ) as error:  # the sentence says it all; how it was read is nobody's business
             raise error.with_traceback(None) from None
+        if mesh.flavour == "cuda":
+            _check_gpus(mesh)
         if _flavour not in (None, mesh.flavour):
             raise RuntimeError(
                 f"The native module's flavour {_flavour!r} is loaded, and the mesh {', '.join(mesh.shards)} needs "
@@ -125,6 +127,18 @@ def _wanted_mesh(devices: str | None) -> config.MeshConfig:
     wanted = devices if devices is not None else os.environ.get("MGPU_DEVICES")
     on_host = (wanted or "").strip().startswith("cpu")
     return config.parse_devices(wanted, gpus=0 if on_host else torch.cuda.device_count())
+
+
+def _check_gpus(mesh: config.MeshConfig) -> None:
+    """Raise RuntimeError, in one sentence, if the kernels cannot run on a GPU of the mesh."""
+    for name in dict.fromkeys(mesh.shards):
+        major, minor = torch.cuda.get_device_capability(name)
+        if (major, minor) < build.LEAST_CAPABILITY:
+            least = ".".join(map(str, build.LEAST_CAPABILITY))
+            raise RuntimeError(
+                f"{name} ({torch.cuda.get_device_name(name)}) has compute capability {major}.{minor}, and mgpu needs {least} "
+                "(Ampere) or newer; name other GPUs in MGPU_DEVICES, or use cpu:1."
+            )
 
 
 def _wait_for_autograd(owner: int, timeout_s: float = 2.0) -> None:

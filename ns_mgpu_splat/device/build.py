@@ -39,6 +39,10 @@ FLAVOURS = ("host", "cuda")
 _KEEP_DAYS = 60  # objects and modules that nobody used for so long are removed after a build
 
 
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: copies past the registers and tf32 products, which blending uses."""
+
+
 class BuildError(RuntimeError):
     """The native module could not be built; the message says why and what to do."""
 
@@ -176,15 +180,17 @@ def host_compiler(flavour: str = "host") -> Compiler:
 
 @functools.cache
 def cuda_compiler() -> Compiler:
-    """nvcc and its flags. Architectures: `$MGPU_CUDA_ARCHS` (as in "90;100"), else those of the GPUs present, else 90."""
+    """nvcc and its flags. Architectures: `$MGPU_CUDA_ARCHS` (as in "90;100"), else those of the GPUs present that have what
+    the kernels need (LEAST_CAPABILITY), else 90."""
     asked = os.environ.get("MGPU_CUDA_ARCHS")
     if asked:
         archs = sorted(set(asked.replace(",", ";").split(";")))
     elif torch.cuda.is_available():
-        found = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-        archs = sorted({f"{major}{minor}" for major, minor in found})
+        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        archs = [f"{major}{minor}" for major, minor in sorted(found) if (major, minor) >= LEAST_CAPABILITY]
     else:
-        archs = ["90"]
+        archs = []
+    archs = archs or ["90"]
     command = (str(cuda_home() / "bin" / "nvcc"),)
     flags = (
         "-std=c++20",

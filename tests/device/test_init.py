@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import ns_mgpu_splat
+from ns_mgpu_splat import device
+from ns_mgpu_splat.device import build
 from ns_mgpu_splat.device.config import MeshConfig, parse_devices
 
 
@@ -80,6 +83,23 @@ def test_gpus_that_are_not_there_get_one_sentence() -> None:
     assert done.returncode != 0
     assert "RuntimeError: MGPU_DEVICES is '0', but torch sees no CUDA device here" in done.stderr
     assert done.stderr.count("File") == 2, done.stderr  # the caller's line, and init()
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in the mesh; one beside it is only not built for."""
+    capabilities = {"cuda:0": (9, 0), "cuda:1": (7, 5), 0: (9, 0), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    device._check_gpus(MeshConfig("cuda", ("cuda:0", "cuda:0")))
+    with pytest.raises(RuntimeError, match=r"cuda:1 \(T4\) has compute capability 7.5, and mgpu needs 8.0"):
+        device._check_gpus(MeshConfig("cuda", ("cuda:0", "cuda:1")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(build, "cuda_home", lambda: Path("/cuda"))
+    monkeypatch.setattr(build, "_version", str)
+    monkeypatch.delenv("MGPU_CUDA_ARCHS", raising=False)
+    flags = build.cuda_compiler.__wrapped__().flags
+    assert [flag for flag in flags if "gencode" in flag] == ["-gencode=arch=compute_90,code=sm_90"]
 
 
 @pytest.mark.parametrize(
