@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "splat/culled.h"
 
 namespace mgpu::splat {
 
@@ -48,6 +49,10 @@ MGPU_BINDINGS(links) {
     out["frames"] = totals.frames;
     out["imbalance"] = totals.frames > 0 ? totals.imbalance_sum / static_cast<double>(totals.frames) : 1.0;
     out["imbalance_max"] = totals.frames > 0 ? totals.imbalance_max : 1.0;
+    const CullCounts culled = cull_totals();
+    out["cells"] = culled.cells;
+    out["cells_kept"] = culled.cells_kept;
+    out["candidates"] = culled.candidates;
     return out;
   });
   m.def("reset_link_stats", &reset_link_totals);

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <numeric>
 
+#include "splat/culled.h"
 #include "splat/frame.h"
 
 namespace mgpu::splat {
@@ -20,6 +21,11 @@ std::mutex& totals_mutex() {
 
 LinkTotals& totals() {
   static LinkTotals instance;
+  return instance;
+}
+
+CullCounts& culled() {
+  static CullCounts instance;
   return instance;
 }
 
@@ -60,6 +66,11 @@ void count_links(Frame& frame) {
   std::lock_guard<std::mutex> lock(totals_mutex());
   LinkTotals& all = totals();
   ++all.frames;
+  for (const ShardRecords& home : frame.shards) {
+    culled().cells += home.culled.cells;
+    culled().cells_kept += home.culled.cells_kept;
+    culled().candidates += home.culled.candidates;
+  }
   all.sum.records += links.records;
   all.sum.gradients += links.gradients;  // zeros, but the size is known from now on
   all.sum.pixels += links.pixels;
@@ -100,9 +111,15 @@ LinkTotals link_totals() {
   return totals();
 }
 
+CullCounts cull_totals() {
+  std::lock_guard<std::mutex> lock(totals_mutex());
+  return culled();
+}
+
 void reset_link_totals() {
   std::lock_guard<std::mutex> lock(totals_mutex());
   totals() = LinkTotals{};
+  culled() = CullCounts{};
 }
 
 }  // namespace mgpu::splat

@@ -322,9 +322,11 @@ def link_stats(*, reset: bool = False) -> dict[str, Any]:
     them, their gradients back, and of `train_step` the colours (and their gradients) that one shard blends and the loss
     of another reads. `records_sent`: pairs of a visible Gaussian and a shard, not its own, that blends it.
     `remote_rows`: visible Gaussians that another shard than their own blends. `visible_rows`: all visible Gaussians.
-    `load`: by shard, what its tiles cost, in pairs of a tile and a Gaussian (and 4 a tile). `imbalance`: largest load /
-    mean load, mean over the frames; `imbalance_max`: the largest of a frame. All but the last two are sums over frames.
-    `pages_moved`: pages of 2 MiB that have changed their shard, or gone to or come from host memory.
+    `cells`, `cells_kept`: runs of rows that are culled as one, and those that some camera may see; `candidates`: pairs of
+    a row and a camera that were projected. `load`: by shard, what its tiles cost, in pairs of a tile and a Gaussian (and
+    4 a tile). `imbalance`: largest load / mean load, mean over the frames; `imbalance_max`: the largest of a frame. All
+    but these two are sums over frames. `pages_moved`: pages of 2 MiB that have changed their shard, or gone to or come
+    from host memory.
     """
     counts = _C.link_stats() | {"pages_moved": _C.pages_moved()}
     if reset:

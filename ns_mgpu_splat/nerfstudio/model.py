@@ -618,14 +618,12 @@ class MgpuSplatModel(SplatfactoModel):
         return metrics
 
     def partition_metrics(self) -> dict[str, float]:
-        """What goes over the links and how rows are dealt, on a mesh of several shards; asks no GPU."""
-        if len(shard_names()) < 2:
-            return {}
-        return self.link_meter.figures() | (
-            {}
-            if self.placement is None
-            else {f"placement/{name}": value for name, value in self.placement.figures().items()}
-        )
+        """What was culled and, on several shards, what goes over the links and how rows are dealt; asks no GPU."""
+        shards = len(shard_names())
+        figures = self.link_meter.figures(shards=shards)
+        if shards > 1 and self.placement is not None:
+            figures |= {f"placement/{name}": value for name, value in self.placement.figures().items()}
+        return figures
 
     @classmethod
     def _psnr(cls, rgb: Tensor, target: Tensor, batch: Mapping[str, Any]) -> float:

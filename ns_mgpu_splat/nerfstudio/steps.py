@@ -166,7 +166,7 @@ class NativeSteps:
         if image is not None:
             mask = None if found.mask is None else found.mask[..., None]
             error = model._squared_error(image.clamp_(0, 1), target, mask)
-            self._add_figures(figures, report.culled)
+            self._add_figures(figures)
 
         def losses() -> dict[str, float]:
             return {"main_loss": report.loss, **{name: float(loss) for name, loss in poses.items()}}
@@ -176,14 +176,11 @@ class NativeSteps:
 
         return StepResult(losses, metrics)
 
-    def _add_figures(self, figures: dict[str, Any], culled: dict[str, list[int]]) -> None:
+    def _add_figures(self, figures: dict[str, Any]) -> None:
         """Add what is shown of a step beside its loss and PSNR; nothing here waits for the device."""
         for shard, used in enumerate(shard_memory()):
             figures[f"memory_mib/shard_{shard}"] = used / 2**20
         figures.update(self.model.partition_metrics())
-        figures["cull/candidate_rows"] = sum(culled["candidates"])
-        if sum(culled["cells"]):
-            figures["cull/cells_kept_share"] = sum(culled["cells_kept"]) / sum(culled["cells"])
         self.model.camera_optimizer.get_metrics_dict(figures)
 
     def _refine(

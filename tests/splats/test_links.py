@@ -137,6 +137,21 @@ def test_sums_are_over_frames_until_they_are_reset() -> None:
     assert torch.mgpu.link_stats()["frames"] == 0  # type: ignore[attr-defined]
 
 
+def test_what_is_culled_is_summed() -> None:
+    shards()
+    table = scenes.table_of(scenes.random_columns(2000, 7))
+    table.cells.least_rows = 0
+    camera = scenes.camera_of(VIEWS[0])
+    torch.mgpu.reset_link_stats()  # type: ignore[attr-defined]
+    frames = [render(table, camera)[0].rgb.grad_fn.frame for _ in range(3)]
+    sums = torch.mgpu.link_stats(reset=True)  # type: ignore[attr-defined]
+    for name in ("cells", "cells_kept", "candidates"):
+        assert sums[name] == sum(sum(frame.counts()[name]) for frame in frames), name
+    assert 0 < sums["cells_kept"] <= sums["cells"]
+    assert sums["visible_rows"] <= sums["candidates"] <= 3 * 2000
+    assert torch.mgpu.link_stats()["candidates"] == 0  # type: ignore[attr-defined]
+
+
 def test_loss_where_the_tiles_are_is_that_of_the_whole_images() -> None:
     """Values and gradients of the records are those of a render whose images are compared as a whole."""
     shards()
