@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules about source files that no linter knows: SPDX line, formatting of C++, no torch header in `.cu`, file size,
-names of test files."""
+names of test files, which room may import which."""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,38 @@ TORCH_FREE = (
     "cuda/memory/buffer",
     "cuda/memory/locality",
 )
+# docs/architecture.md, "Rooms": what a room of the package may import besides itself; what is for type checkers alone is free
+MAY_IMPORT = {
+    "device": set[str](),
+    "partition": {"device"},
+    "splats": {"device", "partition"},
+    "data": set[str](),
+    "export": {"device", "partition", "splats"},
+}
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The package's rooms that a Python file imports when it runs, in functions too."""
+    found = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            if parts == ["ns_mgpu_splat"]:
+                found |= {alias.name for alias in node.names}
+            elif parts[0] == "ns_mgpu_splat":
+                found.add(parts[1])
+        if isinstance(node, ast.Import):
+            found |= {
+                parts[1]
+                for a in node.names
+                if (parts := a.name.split("."))[0] == "ns_mgpu_splat" and parts[1:]
+            }
+        pending.extend(ast.iter_child_nodes(node))
+    return found & {*MAY_IMPORT, "nerfstudio"}
 
 
 def tracked() -> list[Path]:
@@ -43,6 +76,12 @@ def problems() -> list[str]:
             head = path.read_text().splitlines()[:2]
             if not any("SPDX-License-Identifier: Apache-2.0" in line for line in head):
                 found.append(f"{name} does not start with its SPDX-License-Identifier line.")
+        room = name.split("/")[1] if name.startswith("ns_mgpu_splat/") and name.count("/") > 1 else ""
+        if path.suffix == ".py" and room in MAY_IMPORT:
+            found += [
+                f"{name} imports {other}, and {room} must not: docs/architecture.md, Rooms."
+                for other in sorted(rooms_imported(path) - MAY_IMPORT[room] - {room})
+            ]
         torch_free = path.suffix == ".cu" or (
             path.suffix in CXX
             and (name.startswith(TORCH_FREE) or (name.startswith("cuda/splat/") and "_host" in name))

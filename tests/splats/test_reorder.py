@@ -17,6 +17,7 @@ from twin_order import slow_order
 import ns_mgpu_splat
 from ns_mgpu_splat import SplatTable, render
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.densify import DefaultStrategy, McmcStrategy
 from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.statistics import RowStatistics
 from ns_mgpu_splat.splats.table import COLUMNS
@@ -76,6 +77,27 @@ def test_a_column_that_does_not_fit_the_scratch_goes_in_slices() -> None:
     native().reorder(table.columns(), adam.state(), adam.other_rows(), 40_000)
     for old, new in zip(before, everything(table, adam), strict=True):
         assert torch.equal(new, old[order])
+
+
+@pytest.mark.parametrize("work", ["reorder", "mcmc", "default"])
+def test_no_more_than_one_column_is_there_twice(work: str) -> None:
+    """At most one column's bytes are taken meanwhile, and lists of rows; the two widest alone would be half of all."""
+    rows = 50_000
+    columns = random_columns(rows, 8)
+    columns["opacities"][::10] = -9.0
+    table, adam = trained(columns)
+    before = table.means.detach().cpu().clone()
+    allocated = torch.mgpu.memory_allocated()  # type: ignore[attr-defined]
+    torch.mgpu.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    if work == "reorder":
+        table.reorder(adam)
+    elif work == "mcmc":
+        McmcStrategy(rows, refine_start=0, refine_every=1).post_step(table, adam, 1)
+    else:
+        DefaultStrategy(rows).post_step(table, adam, 600)
+    taken = torch.mgpu.max_memory_allocated() - allocated  # type: ignore[attr-defined]
+    assert taken <= table.shN.nbytes + 128 * rows
+    assert not torch.equal(table.means.detach().cpu()[:40_000], before[:40_000])
 
 
 def test_reorder_of_nothing_and_of_one_place() -> None:
