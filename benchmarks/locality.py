@@ -19,7 +19,7 @@ machinery: milliseconds of a training step, and of all that is done between step
 and their share of the steps between two refinements.
 
 visibility: a training step of a camera that always sees the same, of 1 M to 64 M Gaussians, with cells and without: part
-`growth` of visibility.py, whose scene is gsplat's garden, replicated where the camera does not look.
+`growth` of visibility.py: a town and a camera in one of its streets, the town replicated where the camera does not look.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def main() -> None:
         from visibility import growth
 
         print()
-        results["visibility"] = growth(options.millions, (1920, 1244), quick=True)
+        results["visibility"] = growth("town", options.millions, (1920, 1244), quick=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
