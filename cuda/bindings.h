@@ -3,12 +3,20 @@
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 
+#include "mesh/gate.h"
+
 namespace mgpu {
 
 using Binder = void (*)(pybind11::module_&);
 
 // Called at load time by MGPU_BINDINGS; module.cpp runs all of them when Python imports the module.
 bool add_binder(Binder binder);
+
+// What a function does on the shards: without Python's lock, and in one turn (mesh/gate.h).
+class Turn {
+  const pybind11::gil_scoped_release no_gil_;
+  const LaunchScope launch_;
+};
 
 }  // namespace mgpu
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include "memory/provider_cuda.h"
 
@@ -20,9 +21,17 @@ enum class Ahead { kNobody, kLead, kAny };
 
 struct StreamSet {
   std::vector<CUDAStream> on_gpu;  // in the order of mesh_gpus()
-  std::atomic<Ahead> ahead{
-      Ahead::kNobody};                // whose work the other GPUs do not wait for yet: of operators ...
-  std::atomic<bool> by_stage{false};  // ... or of stages that asked for a shard's stream
+
+  // Held while the notes below are taken and the GPUs are made to wait, so that nobody finds them taken
+  // and the waits not yet made. Memory is freed, and a stream asked for with it, outside of turns (gate.h).
+  std::mutex mutex;
+  Ahead ahead = Ahead::kNobody;  // whose work the other GPUs do not wait for yet: of operators ...
+  bool by_stage = false;         // ... or of stages that asked for a shard's stream
+
+  void note(Ahead whose) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ahead = whose;
+  }
 };
 
 std::array<std::atomic<StreamSet*>, kStreams>& sets() {
@@ -90,7 +99,7 @@ c10::StreamId current_stream_id() {
     at::cuda::CUDAEvent so_far(cudaEventDisableTiming);
     so_far.record(before);
     so_far.block(stream);
-    set.ahead.store(Ahead::kAny);  // the other GPUs do not wait for it yet
+    set.note(Ahead::kAny);  // the other GPUs do not wait for it yet
   }
   make_current(set);
   current_id = 0;
@@ -108,22 +117,24 @@ c10::StreamId exchange_stream_id(c10::StreamId id) {
 void order_before(bool all_gpus) {
   if (mesh_gpus().size() < 2) return;
   StreamSet& set = stream_set(current_stream_id());
-  const Ahead ahead = set.ahead.exchange(all_gpus ? Ahead::kAny : Ahead::kLead);
-  const bool stages = set.by_stage.exchange(false);
+  const std::lock_guard<std::mutex> lock(set.mutex);
+  const Ahead ahead = std::exchange(set.ahead, all_gpus ? Ahead::kAny : Ahead::kLead);
+  const bool stages = std::exchange(set.by_stage, false);
   // on the lead's GPU alone, operators follow each other by themselves; with managed memory, other libraries'
   // kernels may have been given to any GPU since
   if (stages || ahead == Ahead::kAny || (ahead == Ahead::kLead && all_gpus) || memory_is_managed()) join();
 }
 
 void order_after() {
-  if (mesh_gpus().size() > 1) stream_set(current_stream_id()).ahead.store(Ahead::kAny);
+  if (mesh_gpus().size() > 1) stream_set(current_stream_id()).note(Ahead::kAny);
 }
 
 void order_all() {
   if (mesh_gpus().size() < 2) return;
   StreamSet& set = stream_set(current_stream_id());
-  set.ahead.store(Ahead::kNobody);
-  set.by_stage.store(false);
+  const std::lock_guard<std::mutex> lock(set.mutex);
+  set.ahead = Ahead::kNobody;
+  set.by_stage = false;
   join();
 }
 
@@ -131,8 +142,9 @@ cudaStream_t shard_stream_provider(int gpu) {
   StreamSet& set = stream_set(current_stream_id());
   if (mesh_gpus().size() > 1) {
     // what operators have started is waited for once; stages order themselves (mesh/fork_join.h)
-    if (set.ahead.exchange(Ahead::kNobody) != Ahead::kNobody) join();
-    set.by_stage.store(true);
+    const std::lock_guard<std::mutex> lock(set.mutex);
+    if (std::exchange(set.ahead, Ahead::kNobody) != Ahead::kNobody) join();
+    set.by_stage = true;
   }
   return current_on(gpu).stream();
 }
@@ -162,7 +174,7 @@ void record_event(StreamEvent& event, c10::StreamId stream) {
 void block_stream(StreamEvent& event, c10::StreamId stream) {
   StreamSet& set = stream_set(stream);
   for (size_t i = 0; i < set.on_gpu.size(); ++i) event.on_gpu[i].block(set.on_gpu[i]);
-  set.ahead.store(Ahead::kAny);
+  set.note(Ahead::kAny);
 }
 
 bool query_event(const StreamEvent& event) {

@@ -273,11 +273,7 @@ void free_temporary(void* data, int64_t bytes, int owner) noexcept {
   tally(shard, -bytes);
   try {
     const int gpu = shard_device(shard);
-    // Counts as work, though it is none: whoever gets this memory next may write it from another GPU, and
-    // must be joined with what this GPU still does with it. That this thread's launches counted is not
-    // enough: a join of another thread, between the asking for the stream and the launch, may have taken
-    // their mark.
-    const cudaStream_t stream = shard_stream(shard);
+    const cudaStream_t stream = quiet_stream(shard);
     std::lock_guard<std::mutex> lock(all.mutex);
     for (const std::unique_ptr<Heap>& heap : all.heaps) {
       if (!heap->contains(data)) continue;

@@ -247,6 +247,7 @@ class Pool {
   char* reserve(int64_t bytes, int64_t capacity) {
     check_process();
     const int64_t tag = current_tag();
+    const LaunchScope turn;  // new pages are cleared
     return with_retry([&] { return take_growable(bytes, capacity, tag); });
   }
 

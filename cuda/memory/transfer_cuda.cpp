@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "memory/waits_cuda.h"
+#include "mesh/gate.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -99,6 +100,7 @@ double seconds_waited() { return waited_so_far; }
 
 void read_back_bytes(void* host, const void* device, int64_t bytes, int shard) {
   if (bytes <= 0) return;
+  const LaunchScope turn;
   const int on = shard_of_owner(shard);
   DeviceGuard guard(shard_device(on));
   CUDA_CHECK(
@@ -108,6 +110,7 @@ void read_back_bytes(void* host, const void* device, int64_t bytes, int shard) {
 
 void upload_bytes(void* device, const void* host, int64_t bytes, int shard) {
   if (bytes <= 0) return;
+  const LaunchScope turn;
   const int on = shard_of_owner(shard);
   DeviceGuard guard(shard_device(on));
   const cudaStream_t stream = shard_stream(on);
@@ -121,6 +124,7 @@ void upload_bytes(void* device, const void* host, int64_t bytes, int shard) {
 
 void zero_bytes(void* device, int64_t bytes, int shard) {
   if (bytes <= 0) return;
+  const LaunchScope turn;
   const int on = shard_of_owner(shard);
   DeviceGuard guard(shard_device(on));
   CUDA_CHECK(cudaMemsetAsync(device, 0, static_cast<size_t>(bytes), shard_stream(on)));
@@ -128,6 +132,7 @@ void zero_bytes(void* device, int64_t bytes, int shard) {
 
 void copy_between(void* to, int to_shard, const void* from, int from_shard, int64_t bytes) {
   if (bytes <= 0) return;
+  const LaunchScope turn;
   const int to_device = shard_device(shard_of_owner(to_shard)),
             from_device = shard_device(shard_of_owner(from_shard));
   DeviceGuard guard(to_device);
@@ -150,6 +155,7 @@ void ReadBack::add_bytes(void* host, const void* device, int64_t bytes, int shar
 
 void ReadBack::wait() {
   if (pieces_.empty()) return;
+  const LaunchScope turn;
   thread_local Landing landing;
   char* memory = landing.at_least(used_);
   for (size_t i = 0; i < pieces_.size(); ++i) {

@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// gate.h: keeps work from being started while pages move. Whoever launches on the shards passes the gate;
-// whoever moves pages shuts it, and then waits for what is under way.
+// gate.h: who may start work on the shards. Whoever launches passes the gate; whoever moves pages shuts it,
+// and then waits for what is under way.
+//
+// On several GPUs threads take turns. Which GPUs still have to wait for which is kept for all threads
+// together, and a wait is several calls of the driver: a thread that launched between another one's taking
+// the note of unfinished work and its calls would wait for nobody. It would also reuse memory that the other
+// freed, on a GPU that has not been made to wait for its readers. In turns, whoever begins one has all that
+// was launched before it either noted or joined, so memory freed by anybody may be used in it at once.
 #pragma once
 
 namespace mgpu {
 
-// While alive, this thread may start work on the shards. Any number of threads at once; nests freely.
+// While alive, this thread may start work on the shards; nests freely. On one GPU or on the host any number
+// of threads at once; on several GPUs one, in the order in which they came. Do not ask for Python's lock
+// inside.
 class LaunchScope {
  public:
   LaunchScope();

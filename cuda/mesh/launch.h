@@ -8,6 +8,7 @@
 #include <exception>
 
 #include "mesh/fork_join.h"
+#include "mesh/gate.h"
 #include "mesh/mesh.h"
 
 namespace mgpu {
@@ -33,12 +34,18 @@ void set_stream_provider(StreamProvider provider);
 void join_shards();
 
 // Around a public operator whose first or last stage is local: its operands may come from any GPU, its
-// results go to any.
-struct JoinedOperator {
+// results go to any. One turn (gate.h).
+class JoinedOperator {
+ public:
   JoinedOperator() { join_shards(); }
   ~JoinedOperator() noexcept(false) {
     if (std::uncaught_exceptions() == 0) join_shards();
   }
+  JoinedOperator(const JoinedOperator&) = delete;
+  JoinedOperator& operator=(const JoinedOperator&) = delete;
+
+ private:
+  const LaunchScope turn_;
 };
 
 // The host waits for all shards' streams, or for one; nobody needs to be joined to what it waited for.

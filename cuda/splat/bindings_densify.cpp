@@ -27,7 +27,7 @@ namespace {
 at::Tensor tensor_of(const RowList& list) {
   std::vector<int64_t> rows;
   {
-    py::gil_scoped_release release;
+    const Turn turn;
     rows = to_vector(list);
   }
   at::Tensor out = at::empty({list.count}, at::TensorOptions().dtype(at::kLong));
@@ -79,7 +79,7 @@ int64_t compact(const Tensors& columns, const std::optional<Tensors>& state, con
                     "keep is ", shape_of(keep), ", expected contiguous bool [", rows, "] on ",
                     columns[0].device(), ".");
   const std::vector<RowBytes> all = everything(table, others);
-  py::gil_scoped_release release;
+  const Turn turn;
   const Fates fates = fates_from_mask(static_cast<const uint8_t*>(keep.data_ptr()), homes_of(table.columns));
   const int64_t rows_after = count_rows_after(fates);
   if (rows_after < rows) gather_rows(all, map_rows(fates, row_homes(table.columns.means, rows_after)));
@@ -104,7 +104,7 @@ MGPU_BINDINGS(densify) {
       "dead_rows",
       [](const Tensors& columns, double min_opacity) {
         const SplatColumns table = columns_of(columns);
-        py::gil_scoped_release release;
+        const Turn turn;
         return std::make_shared<RowList>(dead_rows(table, static_cast<float>(min_opacity)));
       },
       py::arg("columns"), py::arg("min_opacity"));
@@ -113,7 +113,7 @@ MGPU_BINDINGS(densify) {
       "sample_rows",
       [](const Tensors& columns, double min_opacity, int64_t count, uint64_t seed, int64_t step) {
         const SplatColumns table = columns_of(columns);
-        py::gil_scoped_release release;
+        const Turn turn;
         return std::make_shared<RowList>(
             sample_rows(table, static_cast<float>(min_opacity), count, seed, step));
       },
@@ -124,7 +124,7 @@ MGPU_BINDINGS(densify) {
       [](const Tensors& columns, const std::optional<Tensors>& state, const RowList& source,
          const RowList& destination, double min_opacity, int64_t now) {
         const Table table(columns, state);
-        py::gil_scoped_release release;
+        const Turn turn;
         relocate(table.columns, table.state_or_null(), source, destination, static_cast<float>(min_opacity),
                  now);
       },
@@ -136,7 +136,7 @@ MGPU_BINDINGS(densify) {
       [](const Tensors& columns, const Tensors& state, const RowList& rows, int64_t now) {
         const SplatColumns table = columns_of(columns);
         const AdamState moments = state_of(state, columns);
-        py::gil_scoped_release release;
+        const Turn turn;
         reset_rows(table, moments, rows, now);
       },
       py::arg("columns"), py::arg("state"), py::arg("rows"), py::arg("now"));
@@ -149,7 +149,7 @@ MGPU_BINDINGS(densify) {
          int64_t scratch_bytes) {
         const Table table(columns, state);
         const std::vector<RowBytes> all = everything(table, others);
-        py::gil_scoped_release release;
+        const Turn turn;
         gather_rows(all, hilbert_order(table.columns), scratch_bytes);
       },
       py::arg("columns"), py::arg("state"), py::arg("others"), py::arg("scratch_bytes") = kGatherScratch);
@@ -176,7 +176,7 @@ MGPU_BINDINGS(densify) {
                                  static_cast<float>(prune_scale),
                                  static_cast<float>(prune_radius),
                                  max_rows};
-        py::gil_scoped_release release;
+        const Turn turn;
         return std::make_unique<DensifyPlan>(plan_densification(table, gathered, rules));
       },
       py::arg("columns"), py::arg("statistics"), py::kw_only(), py::arg("grow_gradient"),
@@ -191,7 +191,7 @@ MGPU_BINDINGS(densify) {
         const int64_t wanted = std::max(plan.rows_before, plan.rows_after);
         TORCH_CHECK_VALUE(table.columns.num_rows == wanted, "the table has ", table.columns.num_rows,
                           " rows, and the plan for ", plan.rows_before, " rows needs ", wanted, ".");
-        py::gil_scoped_release release;
+        const Turn turn;
         densify(table.columns, table.state_or_null(), plan, seed, step, now);
       },
       py::arg("columns"), py::arg("state"), py::arg("plan"), py::arg("seed"), py::arg("step"),
@@ -201,7 +201,7 @@ MGPU_BINDINGS(densify) {
       "reset_opacities",
       [](const Tensors& columns, const std::optional<Tensors>& state, double most) {
         const Table table(columns, state);
-        py::gil_scoped_release release;
+        const Turn turn;
         reset_opacities(table.columns, table.state_or_null(), static_cast<float>(most));
       },
       py::arg("columns"), py::arg("state"), py::arg("most"));

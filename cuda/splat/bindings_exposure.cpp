@@ -40,7 +40,7 @@ at::Tensor expose_tensor(const at::Tensor& rgb, const at::Tensor& map) {
   const LossImages images = image_of(rgb);
   const float* values = map_of(map, "exposure");
   at::Tensor out = at::empty_like(rgb).requires_grad_(false);
-  py::gil_scoped_release release;
+  const Turn turn;
   expose(images, values, out.mutable_data_ptr<float>());
   return out;
 }
@@ -56,7 +56,7 @@ std::pair<at::Tensor, at::Tensor> expose_backward_tensors(const at::Tensor& rgb,
                     ".");
   at::Tensor gradient = dL_dexposed.clone(at::MemoryFormat::Contiguous);
   at::Tensor dL_dmap = at::empty({3, 4}, rgb.options().requires_grad(false));
-  py::gil_scoped_release release;
+  const Turn turn;
   expose_backward(images, values, gradient.mutable_data_ptr<float>(), dL_dmap.mutable_data_ptr<float>());
   return {gradient, dL_dmap};
 }
@@ -83,7 +83,7 @@ void exposure_step_tensors(const at::Tensor& maps, const at::Tensor& exp_avg, co
   const double count = static_cast<double>(steps);
   const double step_size = lr / (1.0 - std::pow(beta1, count));
   const double inv_sqrt_bc2 = 1.0 / std::sqrt(1.0 - std::pow(beta2, count));
-  py::gil_scoped_release release;
+  const Turn turn;
   exposure_step(table, row, slope, math::adam_constants(beta1, beta2, static_cast<float>(eps)),
                 static_cast<float>(step_size), static_cast<float>(inv_sqrt_bc2));
 }

@@ -66,7 +66,7 @@ py::dict measure(const at::Tensor& means) {
   columns.num_rows = means.size(0);
   RowMeasure found{};
   {
-    py::gil_scoped_release release;
+    const Turn turn;
     found = measure_rows(columns);
   }
   const auto counts = [](const int64_t (&list)[kLevels]) {

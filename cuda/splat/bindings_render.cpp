@@ -36,7 +36,7 @@ std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
     const std::vector<CameraArguments>& cameras, const Background& background, bool antialiased,
     int sh_degree, bool wanted_depth, const std::optional<std::vector<std::pair<int64_t, int64_t>>>& homes,
     bool wanted_backward, bool wanted_absgrad, const MaybeCells& cells) {
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   RenderSettings settings = render_settings(background, antialiased, sh_degree);
   settings.wanted_depth = wanted_depth;
   settings.wanted_backward = wanted_backward;
@@ -59,7 +59,7 @@ std::pair<std::shared_ptr<Frame>, std::vector<Image>> splat_forward(
 }
 
 void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Tensor>, 3>>& grads) {
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   TORCH_CHECK_VALUE(grads.size() == frame.views.size(), "expected gradients of ", frame.views.size(),
                     " images, got ", grads.size());
   std::vector<Tensor> kept;
@@ -82,7 +82,7 @@ void splat_backward(Frame& frame, const std::vector<std::array<std::optional<Ten
 // Gradients of the wanted columns (dense) and, if asked, of the viewmats [C, 4, 4] on the CPU.
 std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param_grads(
     const Frame& frame, const std::array<bool, kColumns>& wanted, bool wanted_viewmats) {
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   const Tensors& tensors = kept_alive(frame).tensors;
   std::vector<std::optional<Tensor>> grads(kColumns);
   float* data[kColumns] = {};
@@ -106,7 +106,7 @@ std::pair<std::vector<std::optional<Tensor>>, std::optional<Tensor>> splat_param
 
 std::shared_ptr<Frame> splat_project(const Tensors& columns, const std::vector<CameraArguments>& cameras,
                                      bool antialiased, int sh_degree, const MaybeCells& cells) {
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   auto frame = make_frame(columns, std::nullopt, nullptr, cameras,
                           render_settings(std::nullopt, antialiased, sh_degree), cells);
   run_project(*frame);
@@ -133,7 +133,7 @@ int64_t record_count(const Frame& frame) {
 // row and view [R] int64 on the CPU; means2d [R, 2], conics [R, 3], opacities [R], colors [R, 3], depths [R].
 // Shards one after the other, each by (view, row): of one view, ascending by row.
 std::vector<Tensor> frame_records(const Frame& frame) {
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   const auto options = kept_alive(frame).tensors[0].options().requires_grad(false);
   const int64_t count = record_count(frame);
   Tensor row = at::empty({count}, at::TensorOptions().dtype(at::kLong)), view = at::empty_like(row);
@@ -167,7 +167,7 @@ std::vector<Tensor> frame_records(const Frame& frame) {
 
 // The counterpart: fills ShardRecords.grad from gradients of the columns of frame_records (None: zero).
 void splat_records_backward(Frame& frame, const std::vector<std::optional<Tensor>>& grads) {
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   TORCH_CHECK_VALUE(grads.size() == std::size(kRecordColumns), "expected 5 gradients, got ", grads.size());
   const int64_t count = record_count(frame);
   int64_t first = 0;
@@ -253,7 +253,7 @@ float read_neighbour(const Frame& frame, const std::string& what) {
 #if MGPU_CUDA
   TORCH_CHECK(false, "locality is checked in the host flavour: set MGPU_DEVICES=cpu:3");
 #endif
-  py::gil_scoped_release no_gil;
+  const Turn turn;
   std::vector<float> seen(frame.shards.size());
   for_each_shard("read_neighbour", [&](const Shard& shard) {
     const size_t next = (shard.index + 1) % frame.shards.size();
@@ -283,7 +283,7 @@ MGPU_BINDINGS(render) {
       .def(
           "pair_counts",
           [](const Frame& frame) {
-            pybind11::gil_scoped_release no_gil;
+            const Turn turn;
             const PairCounts counts = count_pairs(frame);
             return std::make_pair(counts.lit, counts.patches);
           },

@@ -74,7 +74,7 @@ py::tuple l1_ssim_tensors(const at::Tensor& rgb, const at::Tensor& target, doubl
   at::Tensor gradient = wants_gradient ? at::empty_like(rgb) : at::Tensor();
   const at::Tensor value = at::empty({3}, rgb.options().requires_grad(false));  // loss, L1, SSIM
   {
-    py::gil_scoped_release release;
+    const Turn turn;
     l1_ssim_into(images, static_cast<float>(ssim_weight),
                  wants_gradient ? gradient.mutable_data_ptr<float>() : nullptr,
                  value.mutable_data_ptr<float>());
@@ -133,7 +133,7 @@ std::unique_ptr<TrainResult> train_step_tensors(
     bool wanted_step, bool wanted_images, const std::array<double, kColumns>& lrs, double noise_scale,
     double opacity_reg, double scale_reg, bool wanted_means, const Tensors& statistics, bool absgrad,
     const MaybeCells& cells, const std::vector<std::optional<at::Tensor>>& exposures) {
-  py::gil_scoped_release release;
+  const Turn turn;
   TORCH_CHECK_VALUE(targets.size() == cameras.size() && (masks.empty() || masks.size() == cameras.size()),
                     "there are ", cameras.size(), " cameras, ", targets.size(), " targets and ", masks.size(),
                     " masks; expected one of each.");
@@ -182,7 +182,7 @@ std::unique_ptr<TrainResult> train_step_tensors(
 // [views][3]: loss, L1, SSIM; waits for the device.
 std::vector<std::array<float, TrainOutcome::kLossFloats>> losses_of(const TrainResult& result) {
   constexpr size_t kFloats = TrainOutcome::kLossFloats;
-  py::gil_scoped_release release;
+  const Turn turn;
   const std::vector<float> all = to_vector(result.outcome.losses);
   std::vector<std::array<float, kFloats>> out(all.size() / kFloats);
   for (size_t i = 0; i < all.size(); ++i) out[i / kFloats][i % kFloats] = all[i];
@@ -211,7 +211,7 @@ MGPU_BINDINGS(train) {
          const MaybeCells& cells) {
         StepReport report;
         {
-          py::gil_scoped_release release;
+          const Turn turn;
           const SplatColumns table = columns_of(columns);
           const AdamState moments = state_of(state, columns);
           std::vector<const Frame*> pointers;
@@ -257,7 +257,7 @@ MGPU_BINDINGS(train) {
       [](const Tensors& columns, const Tensors& state, History& history, const MaybeCells& cells) {
         const SplatColumns table = columns_of(columns);
         const AdamState moments = state_of(state, columns);
-        py::gil_scoped_release release;
+        const Turn turn;
         if (cells && history.length() > 0) cells->forget();
         if (!cells) bump_versions(columns);
         flush(table, moments, history);
