@@ -145,6 +145,7 @@ def test_pages_move_under_a_thread_that_computes(shards: int) -> None:
 # ---- growing
 
 
+@pytest.mark.whole_gpu  # asks what is free of the card, and how long it took
 def test_growth_of_gigabytes_is_quick_and_copies_nothing() -> None:
     rows, row_bytes = 4 << 20, 256
     x = torch.mgpu.reserve((rows, row_bytes // 4), 4 * rows)
