@@ -21,7 +21,7 @@ import numpy as np
 from ns_mgpu_splat.data import colmap
 from ns_mgpu_splat.data.checks import DatasetError, is_file, shown
 from ns_mgpu_splat.data.images import ImageError, probe
-from ns_mgpu_splat.data.lens import Lens
+from ns_mgpu_splat.data.lens import Lens, Pinhole
 
 kColmapFolders = ("sparse/0", "sparse", "colmap/sparse/0", "colmap/sparse", ".")
 kSeedNames = ("sparse_pc.ply", "points3D.ply", "seed.ply")
@@ -48,7 +48,7 @@ kMostDistortion = {"opencv": 6, "fisheye": 6, "fisheye624": 12}  # entries of di
 
 @dataclass
 class Frame:
-    """One photograph. Pixels and principal point as in the file; `camera_to_world` (4, 4) float64, OpenGL axes."""
+    """One photograph. Its camera as in the file, lens apart; `camera_to_world` (4, 4) float64, OpenGL axes."""
 
     name: str
     label: str  # "frame 146": how the describing file counts it
@@ -56,12 +56,7 @@ class Frame:
     mask: Path | None
     depth: Path | None
     camera_to_world: np.ndarray
-    width: int
-    height: int
-    fx: float
-    fy: float
-    cx: float
-    cy: float
+    camera: Pinhole
     lens: Lens
     orientation: int = 1  # EXIF rotation to undo; the checks set it
     mask_orientation: int = 1
@@ -216,7 +211,7 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
             )
             bad_entries.append(BadEntry(image.name, sentence, images_dir / image.name))
             continue
-        camera = cameras[image.camera_id]
+        camera, lens = cameras[image.camera_id]
         pose = np.eye(4)
         pose[:3, :3] = image.rotation.T
         pose[:3, 3] = -image.rotation.T @ image.translation
@@ -228,13 +223,8 @@ def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path:
                 mask=_mask_of(root / masks_path / image.name) if masks_path is not None else None,
                 depth=None,
                 camera_to_world=world @ pose @ kOpenGlFromOpenCv,
-                width=camera.width,
-                height=camera.height,
-                fx=camera.fx,
-                fy=camera.fy,
-                cx=camera.cx,
-                cy=camera.cy,
-                lens=camera.lens,
+                camera=camera,
+                lens=lens,
                 colmap_id=image.image_id,
             )
         )
@@ -501,6 +491,8 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         fx = 0.5 * width / math.tan(0.5 * angle)
     else:
         fx = number_of("fl_x")
+    cx, cy = number_of("cx", width / 2), number_of("cy", height / 2)
+    camera = Pinhole(width, height, fx, number_of("fl_y", fx), cx, cy)
     lens = _lens(kLensNames[model], value, number_of, path, f"{label} ({name})")
     mask, depth = entry.get("mask_path"), entry.get("depth_file_path")
     return Frame(
@@ -510,12 +502,7 @@ def _frame(number: int, entry: Any, meta: dict[str, Any], root: Path, path: Path
         mask=_path(mask, root, f"{path}: mask_path of {label} ({name})") if mask else None,
         depth=_path(depth, root, f"{path}: depth_file_path of {label} ({name})") if depth else None,
         camera_to_world=pose,
-        width=width,
-        height=height,
-        fx=fx,
-        fy=number_of("fl_y", fx),
-        cx=number_of("cx", width / 2),
-        cy=number_of("cy", height / 2),
+        camera=camera,
         lens=lens,
     )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ns_mgpu_splat.data import images
-from ns_mgpu_splat.data.lens import Pinhole, why_no_fisheye, why_no_pinhole
+from ns_mgpu_splat.data.lens import why_no_fisheye, why_no_pinhole
 
 if TYPE_CHECKING:
     from ns_mgpu_splat.data.capture import Capture, Frame
@@ -85,7 +85,7 @@ def shown(path: Path, root: Path) -> str:
 def check_pose(frame: Frame, source: Path) -> str | None:
     """Return what is wrong with a frame's pose or intrinsics, or None."""
     name = f"{frame.label} ({frame.name})"
-    pose = frame.camera_to_world
+    pose, camera = frame.camera_to_world, frame.camera
     if not np.isfinite(pose).all():
         return (
             f"{source.name}: the pose of {name} has NaN or infinite entries. Remove the frame, or repair it."
@@ -106,25 +106,24 @@ def check_pose(frame: Frame, source: Path) -> str | None:
             f"{source.name}: the pose of {name} has no rotation in its upper left 3x3 block "
             f"(determinant {np.linalg.det(rotation):.3g}). It must be orthonormal, camera-to-world."
         )
-    values = (frame.fx, frame.fy, frame.cx, frame.cy, *frame.lens.coefficients)
-    if not np.isfinite(values).all() or frame.fx <= 0 or frame.fy <= 0:
+    values = (camera.fx, camera.fy, camera.cx, camera.cy, *frame.lens.coefficients)
+    if not np.isfinite(values).all() or camera.fx <= 0 or camera.fy <= 0:
         return (
-            f"{source.name}: {name} has the focal lengths {frame.fx:g}, {frame.fy:g} and the principal point "
-            f"{frame.cx:g}, {frame.cy:g}. They must be finite, in pixels, focal lengths above 0."
+            f"{source.name}: {name} has the focal lengths {camera.fx:g}, {camera.fy:g} and the principal point "
+            f"{camera.cx:g}, {camera.cy:g}. They must be finite, in pixels, focal lengths above 0."
         )
-    if frame.width < 1 or frame.height < 1:
-        return f"{source.name}: {name} has the image size {frame.width}x{frame.height}. Correct it there."
-    shares = (frame.fx / frame.width, frame.fy / frame.height)
+    if camera.width < 1 or camera.height < 1:
+        return f"{source.name}: {name} has the image size {camera.width}x{camera.height}. Correct it there."
+    shares = (camera.fx / camera.width, camera.fy / camera.height)
     if (
-        max(*shares, abs(frame.cx) / frame.width, abs(frame.cy) / frame.height) > kLongFocus
+        max(*shares, abs(camera.cx) / camera.width, abs(camera.cy) / camera.height) > kLongFocus
         or min(shares) < kShortFocus
     ):
         return (
-            f"{source.name}: {name} has the focal lengths {frame.fx:g}, {frame.fy:g} and the principal point {frame.cx:g}, "
-            f"{frame.cy:g}, which no camera has whose images are {frame.width}x{frame.height}. They are in pixels. Correct "
+            f"{source.name}: {name} has the focal lengths {camera.fx:g}, {camera.fy:g} and the principal point {camera.cx:g}, "
+            f"{camera.cy:g}, which no camera has whose images are {camera.width}x{camera.height}. They are in pixels. Correct "
             "them there."
         )
-    camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
     coefficients = ", ".join(f"{c:g}" for c in frame.lens.coefficients)
     reason = why_no_fisheye(camera, frame.lens)
     if reason is not None:
@@ -157,7 +156,7 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
 
     Sets `frame.orientation` (and the mask's) where EXIF's rotation makes the size fit, and `frame.has_alpha`.
     """
-    expected = (frame.width, frame.height)
+    expected = (frame.camera.width, frame.camera.height)
     file = shown(frame.image, capture.root)
     where = f"{frame.label} of {capture.source.name}"
     problems: list[str] = []

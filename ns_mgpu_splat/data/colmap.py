@@ -8,13 +8,14 @@ Format: https://colmap.github.io/format.html. A file that ends early, an unknown
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ns_mgpu_splat.data.checks import DatasetError
-from ns_mgpu_splat.data.lens import Lens
+from ns_mgpu_splat.data.lens import Lens, Pinhole
 
 # model id: (name, number of parameters); ids as in COLMAP's src/colmap/sensor/models.h
 kModels = {
@@ -59,19 +60,6 @@ kLensOf = {
     "EUCM": ("eucm", 2),
 }
 kSupported = ", ".join(kLensOf)
-
-
-@dataclass(frozen=True)
-class ColmapCamera:
-    """Intrinsics in pixels; the principal point counts from the image's corner (pixel centres at +0.5)."""
-
-    width: int
-    height: int
-    fx: float
-    fy: float
-    cx: float
-    cy: float
-    lens: Lens
 
 
 @dataclass(frozen=True)
@@ -120,8 +108,10 @@ class _Bytes:
         self.at += count
 
 
-def camera_from_model(model: str, width: int, height: int, p: tuple[float, ...], where: str) -> ColmapCamera:
-    """Intrinsics of a COLMAP camera model. Raises DatasetError for one we cannot undistort."""
+def camera_from_model(
+    model: str, width: int, height: int, p: tuple[float, ...], where: str
+) -> tuple[Pinhole, Lens]:
+    """Intrinsics and lens of a COLMAP camera model. Raises DatasetError for one we cannot undistort."""
     if model in kParameters and len(p) != kParameters[model]:
         raise DatasetError(f"{where} has {len(p)} parameters, but {model} has {kParameters[model]}.")
     if model not in kLensOf:
@@ -131,7 +121,8 @@ def camera_from_model(model: str, width: int, height: int, p: tuple[float, ...],
         )
     kind, focals = kLensOf[model]
     fx, fy = (p[0], p[0]) if focals == 1 else (p[0], p[1])
-    return ColmapCamera(width, height, fx, fy, p[focals], p[focals + 1], Lens(kind, tuple(p[focals + 2 :])))
+    camera = Pinhole(width, height, fx, fy, p[focals], p[focals + 1])
+    return camera, Lens(kind, tuple(p[focals + 2 :]))
 
 
 def _pick(folder: Path, stem: str) -> Path:
@@ -168,10 +159,10 @@ def _check_promise(path: Path, what: str, found: int) -> None:
         )
 
 
-def read_cameras(folder: Path) -> tuple[dict[int, ColmapCamera], Path]:
-    """Cameras by id, and the file they came from."""
+def read_cameras(folder: Path) -> tuple[dict[int, tuple[Pinhole, Lens]], Path]:
+    """Cameras with their lenses by id, and the file they came from."""
     path = _pick(folder, "cameras")
-    cameras: dict[int, ColmapCamera] = {}
+    cameras: dict[int, tuple[Pinhole, Lens]] = {}
     if path.suffix == ".bin":
         file = _Bytes(path, "cameras")
         (file.count,) = file.take(struct.Struct("<Q"))
@@ -275,6 +266,18 @@ kPoint = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error",
 kPointsAtOnce = 1 << 16
 
 
+def _open_points(path: Path) -> _Bytes:
+    """A points3D.bin behind its count. Raises DatasetError if it cannot hold as many points as it promises."""
+    file = _Bytes(path, "points")
+    (file.count,) = file.take(struct.Struct("<Q"))
+    if file.count * kPoint.itemsize > len(file.data):
+        raise DatasetError(
+            f"{path} is cut short: it promises {file.count:,} points and is only {len(file.data):,} bytes long. "
+            "Copy it again, or export the reconstruction anew."
+        )
+    return file
+
+
 def _point_starts(file: _Bytes, count: int) -> np.ndarray:
     """Where the next `count` points begin: each is followed by a track whose length it tells."""
     starts = np.empty(count, dtype=np.int64)
@@ -292,31 +295,29 @@ def _point_starts(file: _Bytes, count: int) -> np.ndarray:
     return starts
 
 
+def _points(file: _Bytes) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+    """All points, some at a time: which rows, where in the file they begin, and what comes before their tracks (`kPoint`)."""
+    data = np.frombuffer(file.data, np.uint8)
+    for begin in range(0, file.count, kPointsAtOnce):
+        starts = _point_starts(file, min(kPointsAtOnce, file.count - begin))
+        fixed = data[starts[:, None] + np.arange(kPoint.itemsize)]
+        yield slice(begin, begin + len(starts)), starts, fixed.view(kPoint)[:, 0]
+
+
 def read_points(folder: Path) -> tuple[np.ndarray, np.ndarray, Path]:
     """Triangulated points: positions (N, 3) float64, colours (N, 3) uint8, and the file they came from."""
     path = _pick(folder, "points3D")
     if path.suffix == ".bin":
-        file = _Bytes(path, "points")
-        count = struct.Struct("<Q")
-        (file.count,) = file.take(count)
-        if file.count * kPoint.itemsize > len(file.data):
-            raise DatasetError(
-                f"{path} is cut short: it promises {file.count:,} points and is only {len(file.data):,} bytes long. "
-                "Copy it again, or export the reconstruction anew."
-            )
+        file = _open_points(path)
         xyz, rgb = np.empty((file.count, 3)), np.empty((file.count, 3), dtype=np.uint8)
-        for begin in range(0, file.count, kPointsAtOnce):
-            starts = _point_starts(file, min(kPointsAtOnce, file.count - begin))
-            fixed = np.frombuffer(file.data, np.uint8)[starts[:, None] + np.arange(kPoint.itemsize)]
-            points = fixed.view(kPoint)[:, 0]
-            xyz[begin : begin + len(points)] = points["xyz"]
-            rgb[begin : begin + len(points)] = points["rgb"]
+        for rows, _, points in _points(file):
+            xyz[rows], rgb[rows] = points["xyz"], points["rgb"]
         return xyz, rgb, path
-    rows = [line.split(maxsplit=7)[1:7] for line in _records(path) if line]
+    lines = [line.split(maxsplit=7)[1:7] for line in _records(path) if line]
     try:
-        if any(len(row) != 6 for row in rows):
+        if any(len(line) != 6 for line in lines):
             raise ValueError
-        table = np.array(rows, dtype=np.float64).reshape(-1, 6)
+        table = np.array(lines, dtype=np.float64).reshape(-1, 6)
     except ValueError:
         raise DatasetError(
             f"{path} is cut short or damaged: a line has fewer than 7 fields, or a word among them. Copy it again."
@@ -343,25 +344,23 @@ def read_tracks(folder: Path) -> Tracks:
     """Triangulated points with the images that saw them. Raises DatasetError as `read_points` does."""
     path = _pick(folder, "points3D")
     if path.suffix == ".bin":
-        xyz, _, _ = read_points(folder)
-        file = _Bytes(path, "points")
-        (file.count,) = file.take(struct.Struct("<Q"))
-        starts = _point_starts(file, file.count)
-        fixed = np.frombuffer(file.data, np.uint8)[starts[:, None] + np.arange(kPoint.itemsize)]
-        points = fixed.reshape(-1, kPoint.itemsize).view(kPoint).reshape(-1)
-        errors, lengths = points["error"].astype(np.float64), points["track"].astype(np.int64)
-        seen = [
-            np.frombuffer(file.data, "<i4", 2 * length, start + kPoint.itemsize)[::2]
-            for start, length in zip(starts, lengths, strict=True)
-        ]
+        file = _open_points(path)
+        xyz, errors = np.empty((file.count, 3)), np.empty(file.count)
+        lengths, seen = np.empty(file.count, dtype=np.int64), []
+        for rows, starts, points in _points(file):
+            xyz[rows], errors[rows], lengths[rows] = points["xyz"], points["error"], points["track"]
+            seen += [
+                np.frombuffer(file.data, "<i4", 2 * length, start + kPoint.itemsize)[::2]
+                for start, length in zip(starts, lengths[rows], strict=True)
+            ]
         images = np.concatenate(seen) if seen else np.zeros(0, np.int32)
     else:
-        rows = [line.split() for line in _records(path) if line]
+        lines = [line.split() for line in _records(path) if line]
         try:
-            table = np.array([row[1:8] for row in rows], dtype=np.float64).reshape(-1, 7)
+            table = np.array([line[1:8] for line in lines], dtype=np.float64).reshape(-1, 7)
             xyz, errors = table[:, :3], table[:, 6]
-            lengths = np.array([len(row[8::2]) for row in rows], dtype=np.int64)
-            images = np.array([int(entry) for row in rows for entry in row[8::2]], dtype=np.int64)
+            lengths = np.array([len(line[8::2]) for line in lines], dtype=np.int64)
+            images = np.array([int(entry) for line in lines for entry in line[8::2]], dtype=np.int64)
         except ValueError:
             raise DatasetError(
                 f"{path} is cut short or damaged: a line has fewer than 8 fields, or a word among them. Copy it again."

@@ -30,6 +30,7 @@ from typing import IO, Any
 import torch
 
 PIECE = 16 << 20  # bytes; a multiple of BLOCK
+CHECKED = 4 << 20  # bytes, that a thread reads at a time to compare checksums
 WRITERS = 4  # threads: enough for the disks that benchmarks/checkpoint.py has met
 BUFFERS = 8  # pieces under way
 BLOCK = 4096  # bytes; what O_DIRECT wants files and memory aligned to
@@ -298,7 +299,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str | None:
 
         def checksum(begin: int, size: int) -> int:
             if not hasattr(buffers, "piece"):
-                buffers.piece = memoryview(bytearray(PIECE))
+                buffers.piece = memoryview(bytearray(CHECKED))
             done = 0
             while done < size:
                 got = os.preadv(file.fileno(), [buffers.piece[done:size]], begin + done)
@@ -311,7 +312,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str | None:
         for info in archive.infolist():
             start = _data_offset(file, info)
             pieces = [
-                (begin, min(PIECE, info.file_size - begin)) for begin in range(0, info.file_size, PIECE)
+                (begin, min(CHECKED, info.file_size - begin)) for begin in range(0, info.file_size, CHECKED)
             ]
             sums[info.filename] = [(threads.submit(checksum, start + b, size), size) for b, size in pieces]
         for info in archive.infolist():

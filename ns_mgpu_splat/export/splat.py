@@ -3,7 +3,7 @@
 
 Layout (https://github.com/antimatter15/splat, MIT): position 3 float32, standard deviations 3 float32, colour and opacity
 4 uint8, quaternion wxyz 4 uint8 as 128 + 128 q. Rounded to nearest: half a step is 1/510 of a colour or an opacity, and
-1/256 of a quaternion's component (1/128 at exactly 1).
+1/256 of a quaternion's component (1/128 at exactly 1). Sizes are cut at e^44 = 1.3e19 units: readers square them in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ns_mgpu_splat.export.formats import FileFacts, Plane, Stream, plain
 from ns_mgpu_splat.export.rows import Chunk
 from ns_mgpu_splat.splats.seed import SH_C0
 
+_LARGEST_LOG_SIZE = 44.0  # its square is still a float32
 _ROW = np.dtype([("position", "<f4", 3), ("scale", "<f4", 3), ("color", "u1", 4), ("rotation", "u1", 4)])
 
 
@@ -24,7 +25,7 @@ class SplatFormat:
     """See the module's text."""
 
     suffix = ".splat"
-    misfit = ""
+    misfit = "a size above 10^19 units, whose square readers of .splat cannot hold"
     most_rows = 2**63 - 1
     highest_degree = 0
 
@@ -34,7 +35,7 @@ class SplatFormat:
 
     def planes(self, facts: FileFacts) -> list[Plane]:
         """One, of whole rows."""
-        return [Plane(("means", "quats", "scales", "opacities", "sh0"), encode)]
+        return [Plane(("means", "quats", "scales", "opacities", "sh0"), encode, too_large)]
 
     def most_bytes(self, facts: FileFacts) -> int:
         """Exact."""
@@ -49,12 +50,16 @@ def encode(chunk: Chunk) -> np.ndarray:
     """(rows,) of 32 bytes each."""
     out = np.empty(len(chunk["means"]), dtype=_ROW)
     out["position"] = chunk["means"]
-    with np.errstate(over="ignore"):  # a size beyond float32 becomes the largest
-        out["scale"] = np.minimum(np.exp(chunk["scales"]), np.finfo(np.float32).max)
+    out["scale"] = np.exp(np.minimum(chunk["scales"], _LARGEST_LOG_SIZE))
     out["color"][:, :3] = to_byte((0.5 + SH_C0 * chunk["sh0"]) * 255.0)
     out["color"][:, 3] = to_byte(sigmoid(chunk["opacities"]) * 255.0)
     out["rotation"] = to_byte(unit_quats(chunk["quats"]) * 128.0 + 128.0)
     return out
+
+
+def too_large(chunk: Chunk) -> int:
+    """Rows with a size that is cut."""
+    return int((chunk["scales"].max(axis=1) > _LARGEST_LOG_SIZE).sum())
 
 
 def to_byte(values: np.ndarray) -> np.ndarray:

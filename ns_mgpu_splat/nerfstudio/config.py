@@ -11,12 +11,13 @@ from nerfstudio.engine.optimizers import AdamOptimizerConfig
 from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
-from ns_mgpu_splat.nerfstudio import tools
+from ns_mgpu_splat.nerfstudio import help_texts, tools
 from ns_mgpu_splat.nerfstudio.schedule import ColumnRateConfig, DecayConfig, ExposureRateConfig
-from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainerConfig
+from ns_mgpu_splat.nerfstudio.trainer_config import MgpuSplatTrainerConfig
 from ns_mgpu_splat.quiet import hide_future_warnings
 
 hide_future_warnings()
+help_texts.join_lines()
 tools.watch()
 
 
@@ -40,7 +41,7 @@ mgpu_splat = MethodSpecification(
             "exposure": {"optimizer": ExposureRateConfig(lr=0.01), "scheduler": DecayConfig(lr_final=0.001)},
         },
     ),
-    description="Gaussian splatting on one aggregate device made of all GPUs of a host; also on the CPU.",
+    description="Gaussian splatting on all GPUs of a host as if they were one, or on the CPU. Needs no option but --data.",
 )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from nerfstudio.configs.base_config import LocalWriterConfig
 from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName, LocalWriter
+from tyro.conf import Suppress
 
 kLineEvery = 10.0  # seconds between lines that stay, where the output is no terminal
 
@@ -22,6 +23,8 @@ class ProgressWriterConfig(LocalWriterConfig):
     """Class that prints the line."""
     enable: bool = True
     """Print a line of numbers while training; off prints nothing between start and end."""
+    stats_to_track: Suppress[tuple[EventName, ...]] = ()
+    max_log_size: Suppress[int] = 0
 
 
 class ProgressWriter(LocalWriter):

@@ -39,7 +39,7 @@ from ns_mgpu_splat.data.checks import (
 )
 from ns_mgpu_splat.data.depth import DepthSamples, samples_from_map, samples_from_points
 from ns_mgpu_splat.data.images import ImageSource
-from ns_mgpu_splat.data.lens import Lens, Pinhole, fisheye_angle, undistorted_pinhole
+from ns_mgpu_splat.data.lens import Lens, fisheye_angle, undistorted_pinhole
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 
 # Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
@@ -209,7 +209,7 @@ class MgpuSplatDataParser(DataParser):
         config = self.config
         capture = read_capture(config.data, config.images_path, config.colmap_path, config.masks_path)
         level = self.level
-        if level == "full" and sum(f.width * f.height for f in capture.frames) > kDecodePixels:
+        if level == "full" and sum(f.camera.width * f.camera.height for f in capture.frames) > kDecodePixels:
             level = "sizes"
         with _check_progress() as progress:
             bad = find_bad_frames(capture, level, progress, self.workers)
@@ -431,8 +431,7 @@ def check_options(config: MgpuSplatDataParserConfig) -> None:
 
 def image_source(frame: Frame, factor: int) -> ImageSource:
     """How to read a frame's image at 1/factor of its size."""
-    camera = Pinhole(frame.width, frame.height, frame.fx, frame.fy, frame.cx, frame.cy)
-    camera = camera.scaled(max(1, frame.width // factor), max(1, frame.height // factor))
+    camera = frame.camera.scaled(max(1, frame.camera.width // factor), max(1, frame.camera.height // factor))
     return ImageSource(frame.image, frame.mask, camera, frame.lens, frame.orientation, frame.mask_orientation)
 
 

@@ -115,10 +115,8 @@ def _export(args: argparse.Namespace) -> str:
             file=sys.stderr,
         )
     if done.misfits:
-        print(
-            f"{kName}: {done.misfits:,} splats have {done.misfit}. They were given the nearest one.",
-            file=sys.stderr,
-        )
+        who = "1 splat has" if done.misfits == 1 else f"{done.misfits:,} splats have"
+        print(f"{kName}: {who} {done.misfit}. The nearest one was written.", file=sys.stderr)
     return _summary(done, frame.name, frame.offset.tolist())
 
 

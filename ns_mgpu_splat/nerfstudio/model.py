@@ -201,6 +201,10 @@ class MgpuSplatModelConfig(FillsIn, SplatfactoModelConfig):
                 raise SystemExit(f"mgpu-splat: --pipeline.model.{option} is {value}, it must be {wanted}.")
 
 
+class CameraError(ValueError):
+    """A camera that cannot be drawn. `str()` is the sentence for its owner."""
+
+
 def psnr_of(squared_error: float) -> float:
     """PSNR in dB of a mean squared error; at most 100."""
     return float(-10 * np.log10(max(squared_error, 1e-10)))
@@ -682,7 +686,10 @@ class MgpuSplatModel(SplatfactoModel):
         Nothing here changes the model, so the viewer may interrupt it at any line.
         """
         if not _in_viewer():
-            return self._render(camera, obb_box)
+            try:
+                return self._render(camera, obb_box)
+            except CameraError as error:
+                raise SystemExit(f"mgpu-splat: {error}") from None
         start = perf_counter()
         try:
             outputs = self._render(camera, obb_box, self.drawing.look())
@@ -693,7 +700,7 @@ class MgpuSplatModel(SplatfactoModel):
         except IOChangeException:
             raise
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, CameraError) else f"{type(error).__name__}: {error}"
             if text != self._error_shown:
                 self._error_shown = text
                 CONSOLE.print(
@@ -801,13 +808,18 @@ def view_matrix(camera_to_world: Tensor) -> Tensor:
 def lens_of(camera: Cameras) -> tuple[CameraModel, tuple[float, float, float, float]]:
     """The operators' camera model for a Nerfstudio camera of batch shape (1,), and k1..k4 of a fisheye.
 
-    FISHEYE and ORTHOPHOTO are drawn as they are, all else as a pinhole.
+    Raises: CameraError for panoramas, stereo panoramas and FISHEYE624: drawn as a pinhole, they would be wrong silently.
     """
     kind = int(camera.camera_type.reshape(-1)[0])
     if kind == CameraType.ORTHOPHOTO.value:
         return "ortho", kNoDistortion
-    if kind != CameraType.FISHEYE.value:
+    if kind == CameraType.PERSPECTIVE.value:
         return "pinhole", kNoDistortion
+    if kind != CameraType.FISHEYE.value:
+        raise CameraError(
+            f"{CameraType(kind).name} cameras cannot be drawn. Choose a perspective or a fisheye camera: camera_type in the "
+            "camera path, Camera type in the viewer's Render tab."
+        )
     if camera.distortion_params is None:
         return "fisheye", kNoDistortion
     k1, k2, k3, k4 = camera.distortion_params.reshape(-1)[:4].tolist()

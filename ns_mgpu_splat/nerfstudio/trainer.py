@@ -14,40 +14,39 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from nerfstudio.configs.base_config import LoggingConfig, MachineConfig, ViewerConfig
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
-from nerfstudio.engine.trainer import Trainer, TrainerConfig
+from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
-from tyro.conf import Suppress
 
-from ns_mgpu_splat.data.capture import find_capture
-from ns_mgpu_splat.data.checks import DatasetError
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio import checkpoint, preflight
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
-from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
+from ns_mgpu_splat.nerfstudio.console import ProgressWriter
 from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
-from ns_mgpu_splat.nerfstudio.names import kNoLegacyViewer
-from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
-from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline, MgpuSplatPipelineConfig
-from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, is_preset
+from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline
 from ns_mgpu_splat.nerfstudio.scalars import write_out
+from ns_mgpu_splat.nerfstudio.soundness import RowCheck, why_diverged
+from ns_mgpu_splat.nerfstudio.step_clock import StepClock
 from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_step, why_autograd
+from ns_mgpu_splat.nerfstudio.stop_signals import first_signal_stops
+from ns_mgpu_splat.nerfstudio.trainer_config import (  # noqa: F401 (config.yml of older runs names all three here)
+    MgpuLoggingConfig,
+    MgpuMachineConfig,
+    MgpuSplatTrainerConfig,
+)
 
 kRatesEvery = (
     10  # of the steps that are logged: learning rates change slowly, and a number takes tensorboard 60 us
@@ -57,206 +56,9 @@ kServices = {  # of --vis: the package, and what to do about it
     "wandb": ("wandb", "Run `wandb login`, set WANDB_MODE=offline"),
     "comet": ("comet_ml", "Set COMET_API_KEY"),
 }
-kWrittenAtStart = (
-    "config.yml",
-    "dataparser_transforms.json",
-    "events.out.tfevents.*",
-    "viewer_log_filename.txt",
-    ".step-*.ckpt.*",
-)
 # Numbers of steps are read from the device and written out after so many seconds, or when there are those of so many steps:
 # tensorboard's writer lets the training loop wait if it is handed more than ten at once.
 kWriteEvery, kWriteTogether = 0.25, 8
-
-
-@dataclass
-class MgpuMachineConfig(FillsIn, MachineConfig):
-    """The machine. Its GPUs are chosen with the environment variable MGPU_DEVICES."""
-
-    seed: int = 42
-    """Seed of everything random: noise, densification, random colours."""
-    num_devices: int = 1
-    """Processes; must stay 1. All GPUs of the host form one device: choose them with MGPU_DEVICES=0,1."""
-    device_type: Literal["mgpu"] = "mgpu"  # type: ignore[assignment]
-    """The aggregate device; there is no other to train on. Without a GPU it runs on the CPU."""
-    num_machines: Suppress[int] = 1
-    machine_rank: Suppress[int] = 0
-    dist_url: Suppress[str] = "auto"
-
-
-@dataclass
-class MgpuLoggingConfig(FillsIn, LoggingConfig):
-    """What is written down while training."""
-
-    local_writer: ProgressWriterConfig = field(default_factory=ProgressWriterConfig)
-    """The line of numbers in the terminal."""
-
-
-@dataclass
-class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
-    """A training run."""
-
-    _target: type = field(default_factory=lambda: MgpuSplatTrainer)
-    """Class of the trainer."""
-    method_name: str | None = "mgpu-splat"
-    """Name of the method; part of the output path."""
-    max_num_iterations: int = 30_000
-    """Train to this step. A resumed run counts from its beginning, not from where it resumes."""
-    schedule_steps: int = 30_000
-    """Length of the learning-rate decay and of the growth of the number of Gaussians. Set it to max-num-iterations in
-    short runs; leave it alone when a run is cut in pieces, so that the pieces make the same run."""
-    load_config: Path | None = None
-    """A preset such as configs/city.yml, or the config.yml of an earlier run, which goes on in its folder. Their options
-    hold where the command line does not say otherwise."""
-    steps_per_save: int = 2_000
-    """Steps between checkpoints; there is one more at the end, on Ctrl-C and when memory runs out. Raise it if saving
-    takes a noticeable part of the time."""
-    steps_per_eval_batch: int = 0
-    """Steps between losses of a held-out image; 0 for never, since steps-per-eval-image says more."""
-    steps_per_eval_image: int = 500
-    """Steps between renderings of one held-out image, in turn, for the logger."""
-    steps_per_eval_all_images: int = 10_000
-    """Steps between evaluations on all held-out images, which stops training for as long as they take to render."""
-    eval_at_end: bool = True
-    """Evaluate on all held-out images when training ends, and print their mean PSNR."""
-    save_only_latest_checkpoint: bool = True
-    """Remove older checkpoints once a newer one is safely on disk."""
-    vis: Literal[
-        "viewer",
-        "wandb",
-        "tensorboard",
-        "comet",
-        "viewer+wandb",
-        "viewer+tensorboard",
-        "viewer+comet",
-    ] = "viewer+tensorboard"
-    """Where to show the run. Nerfstudio evaluates only if one of tensorboard, wandb or comet is among them."""
-    machine: MgpuMachineConfig = field(default_factory=MgpuMachineConfig)
-    """The machine."""
-    logging: MgpuLoggingConfig = field(default_factory=MgpuLoggingConfig)
-    """Numbers in the terminal and in log files."""
-    viewer: ViewerConfig = field(
-        default_factory=lambda: ViewerConfig(num_rays_per_chunk=1 << 15, max_num_display_images=64)
-    )
-    """The web viewer. --viewer.quit-on-train-completion True ends the command when training ends."""
-    pipeline: MgpuSplatPipelineConfig = field(default_factory=MgpuSplatPipelineConfig)
-    """Data and model."""
-    mixed_precision: Suppress[bool] = False
-    use_grad_scaler: Suppress[bool] = False
-    log_gradients: Suppress[bool] = False
-    prompt: Suppress[str | None] = None
-
-    _named_by_time = (
-        False  # no fields, and not saved: whether the time names the run, and the topmost folder made for it
-    )
-    _made = None  # type: Path | None
-
-    def __post_init__(self) -> None:
-        if self.load_config is not None:
-            from ns_mgpu_splat.nerfstudio.config import defaults_of
-
-            apply = apply_preset if is_preset(self.load_config) else apply_run
-            apply(self, defaults_of(self.method_name), self.load_config)
-            self.load_config = None  # or Nerfstudio would let the file replace the whole command line
-        self.check()
-
-    def check(self) -> None:
-        """Exit with one sentence if an option is impossible."""
-        if self.machine.num_devices != 1 or self.machine.num_machines != 1:
-            raise SystemExit(
-                "mgpu-splat: --machine.num-devices must stay 1: one process drives all GPUs as one device. Choose them "
-                "with the environment variable MGPU_DEVICES, e.g. MGPU_DEVICES=0,1."
-            )
-        if self.schedule_steps < 1 or self.max_num_iterations < 1:
-            raise SystemExit("mgpu-splat: --schedule-steps and --max-num-iterations must be at least 1.")
-        for group, steps in self.gradient_accumulation_steps.items():
-            if steps < 1:
-                raise SystemExit(
-                    f"mgpu-splat: --gradient-accumulation-steps {group} {steps}: the number of steps must be at least 1."
-                )
-        for group, parts in self.optimizers.items():
-            rate, last = parts["optimizer"].lr, getattr(parts.get("scheduler"), "lr_final", None)
-            if not 0 <= rate < math.inf:
-                raise SystemExit(
-                    f"mgpu-splat: --optimizers.{group}.optimizer.lr is {rate}, it must be 0 or more."
-                )
-            if last is not None and not 0 < last < math.inf:
-                raise SystemExit(
-                    f"mgpu-splat: --optimizers.{group}.scheduler.lr-final is {last}, it must be above 0, or None."
-                )
-        if not 0 <= self.machine.seed < 2**32:
-            raise SystemExit(
-                f"mgpu-splat: --machine.seed is {self.machine.seed}, it must be in 0 to {2**32 - 1}."
-            )
-        if self.logging.steps_per_log < 1:
-            raise SystemExit(
-                f"mgpu-splat: --logging.steps-per-log is {self.logging.steps_per_log}, it must be at least 1. "
-                "--logging.local-writer.enable False prints no line of numbers."
-            )
-        if self.vis == "viewer_legacy":  # a file may say so
-            raise SystemExit(f"mgpu-splat: {kNoLegacyViewer}")
-
-    def set_timestamp(self) -> None:
-        """As Nerfstudio's; that nobody chose the name is remembered until the folder is made."""
-        self._named_by_time = self.timestamp == "{timestamp}"
-        super().set_timestamp()
-
-    def print_to_terminal(self) -> None:
-        """As Nerfstudio's, but a folder that holds no capture is said first and alone, not below a page of options."""
-        data = self.pipeline.datamanager
-        try:
-            find_capture(data.data or data.dataparser.data, data.dataparser.colmap_path)
-        except DatasetError as error:
-            raise SystemExit(f"mgpu-splat: {error}") from None
-        super().print_to_terminal()
-
-    def save_config(self) -> None:
-        """As Nerfstudio's; an output folder that cannot be made or written ends in one sentence."""
-        named_by_time = self.__dict__.pop("_named_by_time", False)
-        try:
-            made = self._make_folder(named_by_time)
-            super().save_config()
-        except OSError as error:
-            raise SystemExit(
-                f"mgpu-splat: the output folder {self.get_base_dir()} cannot be written ({error.strerror}). Choose another "
-                "with --output-dir."
-            ) from None
-        self._made = made
-
-    def _make_folder(self, named_by_time: bool) -> Path | None:
-        """Make the run's folder; returns the topmost folder that was made for it, None if the run's was there.
-
-        A run that is named by the time gets a folder of its own, also where another one began in the same second.
-        """
-        stamp, number = self.timestamp, 1
-        while True:
-            folder = self.get_base_dir()
-            top = folder
-            while not top.parent.exists():
-                top = top.parent
-            try:
-                folder.mkdir(parents=True)
-                return top
-            except FileExistsError:
-                if not named_by_time:
-                    return None
-            number += 1
-            self.timestamp = f"{stamp}-{number}"
-
-    def remove_folder(self) -> None:
-        """Remove what a run that came to nothing has made: its folder, if it was not there before and nothing is saved in it."""
-        if self._made is None or checkpoint.checkpoints(self.get_checkpoint_dir()):
-            return
-        folder = self.get_base_dir()
-        for pattern in kWrittenAtStart:
-            for path in folder.glob(pattern):
-                with suppress(OSError):
-                    path.unlink()
-        for path in (self.get_checkpoint_dir(), folder, *folder.parents):
-            with suppress(OSError):  # somebody else's files are in it
-                path.rmdir()
-            if path == self._made:
-                return
 
 
 def _raised_in(error: BaseException, package: str) -> bool:
@@ -266,44 +68,6 @@ def _raised_in(error: BaseException, package: str) -> bool:
         trace = trace.tb_next
     raised = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return any(name.partition(".")[0] == package for name in (raised, type(error).__module__))
-
-
-class StepClock:
-    """Measures steps over laps, so that the host need not wait for the device after each; stands still while stopped."""
-
-    def __init__(self) -> None:
-        self.start(0)
-
-    def start(self, step: int) -> None:
-        """Begin; `step` is the next one."""
-        self._idle = 0.0
-        self._began, self._first = time.perf_counter(), step
-        self._all_began, self._all_first = self._began, step
-
-    def total(self, step: int) -> tuple[int, float, float]:
-        """Since `start`, up to this step, included: steps, seconds, and steps a second while not stopped."""
-        now, steps = time.perf_counter(), step + 1 - self._all_first
-        seconds = now - self._all_began
-        return steps, seconds, steps / max(1e-9, seconds - self._idle)
-
-    def lap(self, step: int) -> float:
-        """Mean seconds of the steps up to this one, included; the next lap begins."""
-        now = time.perf_counter()
-        seconds = (now - self._began) / max(1, step + 1 - self._first)
-        self._began, self._first = now, step + 1
-        return max(seconds, 1e-9)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """What is done in here is no part of a step; steps that the device still works on are waited for before."""
-        synchronise()
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            self._began += seconds
-            self._idle += seconds
 
 
 class MgpuSplatTrainer(Trainer):
@@ -327,8 +91,7 @@ class MgpuSplatTrainer(Trainer):
         self._written = -math.inf  # when numbers were last written out
         self._pictures = PictureClock()
         self._clock = StepClock()
-        self._rows_sound: int | None = None  # the latest step after which all rows were known to be finite
-        self._said_bad_rows = False
+        self._row_check = RowCheck()
         self._whole_step = -1  # the latest one after which no gradients waited
         self._evaluation_due: int | None = None
         self._save_due = False
@@ -646,39 +409,16 @@ class MgpuSplatTrainer(Trainer):
             self._check_rows(step)
 
     def _check_rows(self, step: int) -> None:
-        """End the run if there is no Gaussian that could be drawn: it would go on with a finite loss, for nothing."""
-        table = self.pipeline.model.table
-        bad = table.count_bad_rows()
-        if bad == 0 < table.num_rows:
-            self._rows_sound = step
-            return
-        count = table.num_rows
-        if 0 < bad < count:
-            if not self._said_bad_rows:
-                self._said_bad_rows = True
-                CONSOLE.print(
-                    f"[bold yellow]After step {step + 1:,}, {bad:,} of {count:,} Gaussians have values that are not finite. They "
-                    "are not drawn, and move to living ones while Gaussians multiply."
-                )
-            return
-        what = f"all {count:,} Gaussians have values that are not finite" if count else "no Gaussian is left"
-        since = "" if self._rows_sound is None else f", which was not so after step {self._rows_sound + 1:,}"
-        when = f"after step {step + 1:,} " if step >= self._start_step else ""
-        cure = "Lower the learning rates, or look for a damaged image or pose."
-        if count == 0:
-            cure = "Give it points to start from, or lower what removes them (--pipeline.model.cull-alpha-thresh)."
-        raise SystemExit(
-            f"mgpu-splat: {when}{what}{since}: nothing can be drawn, and this is not saved. {cure} {self._saved_before()}"
-        )
+        """End the run if there is no Gaussian that could be drawn."""
+        self._end_if(self._row_check.why_hopeless(self.pipeline.model.table, step, self._start_step))
 
     def _check_loss(self, step: int, result: StepResult) -> None:
-        """End the run if the loss of a step is no number: what it left must not take a good checkpoint's place."""
-        if math.isfinite(result.loss):
-            return
-        raise SystemExit(
-            f"mgpu-splat: the loss of step {step + 1:,} is {result.loss}: training has diverged, and this is not saved. "
-            f"Lower the learning rates, or look for a damaged image or pose. {self._saved_before()}"
-        )
+        """End the run if the loss of a step is no number."""
+        self._end_if(why_diverged(step, result))
+
+    def _end_if(self, why: str | None) -> None:
+        if why is not None:
+            raise SystemExit(f"mgpu-splat: {why} {self._saved_before()}")
 
     def _saved_before(self) -> str:
         """A sentence on the newest checkpoint of this run, or the one it came from."""
@@ -783,34 +523,13 @@ class MgpuSplatTrainer(Trainer):
             or step_check(step, config.steps_per_eval_batch)
         )
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C, SIGTERM or loss of the terminal into a stop after the current step; the next ends at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup
-            del before[signal.SIGHUP]
+    def _signals(self) -> AbstractContextManager[None]:
+        """In here the first signal is a stop after the current step."""
 
-        def stop(number: int, frame: Any) -> None:
+        def stop(number: int) -> None:
             self._stop_signal = number
-            for each in before:  # the kernel's own answer: at once, whatever this process is doing
-                signal.signal(each, signal.SIG_DFL)
-            # not through a file object: the signal may have come in the middle of its write
-            said = "\nStopping after this step, with a checkpoint. Once more stops at once, without.\n"
-            with suppress(OSError):
-                os.write(1, said.encode())
 
-        for number in before:
-            signal.signal(number, stop)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return first_signal_stops(stop)
 
     def _after_train(self) -> None:
         """Evaluate, and leave the viewer open if it is to stay; what was trained is saved already.

@@ -41,8 +41,7 @@ def camera_of(model: str) -> tuple[Pinhole, Lens, list[float]]:
     """Our camera of a COLMAP model, and COLMAP's list of parameters."""
     focals = [FOCAL] if colmap.kLensOf[model][1] == 1 else [FOCAL, FOCAL * 1.02]
     values = [*focals, 47.0, 37.5, *PARAMETERS[model]]
-    read = colmap.camera_from_model(model, WIDTH, HEIGHT, tuple(values), "cameras.txt: camera 1")
-    return Pinhole(WIDTH, HEIGHT, read.fx, read.fy, read.cx, read.cy), read.lens, values
+    return *colmap.camera_from_model(model, WIDTH, HEIGHT, tuple(values), "cameras.txt: camera 1"), values
 
 
 def test_every_model_of_colmap_that_is_a_projection_is_supported() -> None:

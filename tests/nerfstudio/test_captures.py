@@ -77,7 +77,8 @@ def test_colmap_folder_of_the_scene_has_its_poses_and_colours(tmp_path: Path, ki
     turn = np.vstack([captures.kWorldFromColmap, [0, 0, 0, 1]])
     for frame, pose in zip(read.frames, made.poses, strict=True):
         assert np.allclose(frame.camera_to_world, turn @ pose, atol=1e-9)
-        assert (frame.fx, frame.cx, frame.width) == (made.focal, made.width / 2, made.width)
+        camera = frame.camera
+        assert (camera.fx, camera.cx, camera.width) == (made.focal, made.width / 2, made.width)
     points = read.read_points()
     assert points is not None
     expected, colors = scene.surface_points(400)

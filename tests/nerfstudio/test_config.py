@@ -82,6 +82,7 @@ def test_every_shown_option_has_a_text_of_its_own() -> None:
                 where = f"{owner.__name__}.{field.name}"
                 assert text, f"{where} has no help text"
                 assert len(text.split()) >= 2, where
+                assert "\n" not in text, f"{where} is shown with the line breaks of the source"
                 assert texts.setdefault(text, where) == where, f"{where} repeats the text of {texts[text]}"
             if dataclasses.is_dataclass(value) and type(value).__module__.startswith("ns_mgpu_splat"):
                 visit(value)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager
-from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainerConfig
+from ns_mgpu_splat.nerfstudio.trainer_config import MgpuSplatTrainerConfig
 
 LAYOUTS = ("nerfstudio", "colmap", "text")
 FLOAT_NOISE = 2e-5  # of a loss: images and seeds are the same numbers; poses went through other roundings

@@ -22,7 +22,7 @@ from PIL import Image
 import ns_mgpu_splat
 from ns_mgpu_splat import Camera, SplatTable
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig, random_points
-from ns_mgpu_splat.nerfstudio.model import lens_of, view_matrix
+from ns_mgpu_splat.nerfstudio.model import CameraError, lens_of, view_matrix
 from ns_mgpu_splat.splats import project
 
 K = (-0.05, 0.005, 0.0, 0.0)  # (1 / 3, 2 / 15, ...) would be a pinhole
@@ -146,6 +146,14 @@ def test_a_point_on_nerfstudios_ray_lands_on_the_rays_pixel(
     assert records.row.cpu().tolist() == [0, 1, 2, 3, 4]
     expected = pixels.flip(1) + 0.5
     assert torch.allclose(records.means2d.detach().cpu(), expected, atol=0.01)
+
+
+def test_cameras_that_cannot_be_drawn_are_refused_and_not_taken_for_pinholes() -> None:
+    drawn = {CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.ORTHOPHOTO}
+    for kind in set(CameraType) - drawn:
+        camera = Cameras(torch.eye(4)[None, :3], 20.0, 20.0, 32.0, 24.0, 64, 48, camera_type=kind)
+        with pytest.raises(CameraError, match=f"{kind.name} cameras cannot be drawn. Choose a perspective"):
+            lens_of(camera)
 
 
 def test_random_points_lie_in_what_a_fisheye_sees() -> None:

@@ -17,7 +17,8 @@ from nerfstudio.engine.trainer import Trainer
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
-from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer, StepClock
+from ns_mgpu_splat.nerfstudio.step_clock import StepClock
+from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
 
 STEPS = 3
 
@@ -45,7 +46,8 @@ def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(trainer, "_signals", contextlib.nullcontext)
     monkeypatch.setattr(trainer, "_choose_steps", lambda: None)
     monkeypatch.setattr(trainer, "_check_rows", lambda step: None)
-    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.trainer.synchronise", lambda: None)
+    for module in ("trainer", "step_clock"):
+        monkeypatch.setattr(f"ns_mgpu_splat.nerfstudio.{module}.synchronise", lambda: None)
     monkeypatch.setattr(trainer, "_one_step", lambda step: events.append(f"step {step}"))
     trainer.optimizers = MagicMock()
     trainer.optimizers.state.return_value = {}
