@@ -290,7 +290,7 @@ class MgpuSplatModel(SplatfactoModel):
         self._viewer_background = self.background_color
         self._lpips: _Lpips | None = None
         self._error_shown = ""
-        self.drawing = ViewerControls(config.sh_degree)
+        self.drawing = ViewerControls(config.sh_degree, lambda: self.step + 1)
         self.picture_seconds = (
             0.0  # that the viewer's latest picture took, without waiting for a training step
         )
@@ -693,19 +693,18 @@ class MgpuSplatModel(SplatfactoModel):
         start = perf_counter()
         try:
             outputs = self._render(camera, obb_box, self.drawing.look())
-            background = self._viewer_background.expand(*outputs["rgb"].shape[:2], 3)
             on_host = {name: outputs[name].cpu() for name in ("rgb", "depth", "accumulation")}
             self.picture_seconds = perf_counter() - start
-            return {**on_host, "background": background}
+            return on_host
         except IOChangeException:
             raise
         except Exception as error:
-            text = str(error) if isinstance(error, CameraError) else f"{type(error).__name__}: {error}"
+            foreseen = isinstance(error, CameraError)
+            text = str(error) if foreseen else f"{type(error).__name__}: {error}"
             if text != self._error_shown:
                 self._error_shown = text
-                CONSOLE.print(
-                    f"The viewer could not render; training goes on.\n{traceback.format_exc()}", markup=False
-                )
+                where = text if foreseen else traceback.format_exc()
+                CONSOLE.print(f"The viewer could not render; training goes on.\n{where}", markup=False)
             return error_picture(int(camera.width[0].item()), int(camera.height[0].item()), text)
 
     def get_rgba_image(self, outputs: dict[str, Tensor], output_name: str = "rgb") -> Tensor:
@@ -875,7 +874,7 @@ def error_picture(width: int, height: int, text: str) -> dict[str, Tensor]:
     )
     rgb = torch.from_numpy(np.array(picture)).float() / 255
     depth = torch.full((*rgb.shape[:2], 1), 1000.0)
-    return {"rgb": rgb, "depth": depth, "accumulation": torch.zeros_like(depth), "background": rgb}
+    return {"rgb": rgb, "depth": depth, "accumulation": torch.zeros_like(depth)}
 
 
 class _Lpips:

@@ -542,6 +542,10 @@ class MgpuSplatTrainer(Trainer):
                 event_writer.finish(self.step)
         try:
             self._final_evaluation()
+            if self.viewer_state is not None:
+                from ns_mgpu_splat.nerfstudio.viewer_controls import nothing_trains
+
+                nothing_trains(self.viewer_state, self.step + 1)
             super()._after_train()
         except KeyboardInterrupt:
             CONSOLE.print(f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}.", markup=False)

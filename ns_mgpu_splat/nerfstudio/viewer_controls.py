@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerDropdown, ViewerSlider
+from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerControl, ViewerDropdown, ViewerSlider
 from torch import Tensor, nn
 
 from ns_mgpu_splat.device import native
@@ -25,6 +25,7 @@ from ns_mgpu_splat.splats.table import COLUMNS, SplatTable, place_rows, reserve
 
 if TYPE_CHECKING:
     from nerfstudio.data.scene_box import OrientedBox
+    from nerfstudio.viewer.viewer import Viewer
 
 kAsTrained, kByShard, kByDepth, kByOpacity = "as trained", "home shard", "depth", "opacity"
 kPieceRows = 1 << 21  # rows whose colours are computed at a time
@@ -46,15 +47,38 @@ class Look:
     """`kAsTrained`, `kByShard`, `kByDepth` or `kByOpacity`."""
 
 
+def nothing_trains(viewer: Viewer, steps: int) -> None:
+    """Take training's buttons from the panel, which would do nothing, and show how many steps have been trained."""
+    for button in (viewer.pause_train, viewer.resume_train):
+        button.visible = False
+    for element in (viewer.control_panel._train_speed, viewer.control_panel._train_util):
+        element.set_hidden(True)
+    viewer.update_step(steps)
+
+
+class OpenedRun(ViewerControl):
+    """Is told of the viewer once it has a panel: that of `ns-viewer` is for a run that is not training."""
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        """steps: says how many have been trained."""
+        self._steps = steps
+
+    def _setup(self, viewer: Viewer) -> None:
+        super()._setup(viewer)
+        if viewer.trainer is None:
+            nothing_trains(viewer, self._steps())
+
+
 class ViewerControls(nn.Module):
     """The controls, under "Custom Elements / model / drawing" in the viewer's panel; Nerfstudio finds them by their types.
 
     It has no parameters, and is a module because Nerfstudio looks for controls in modules only.
     """
 
-    def __init__(self, sh_degree: int) -> None:
-        """sh_degree: that of the model, from which the slider begins."""
+    def __init__(self, sh_degree: int, steps: Callable[[], int]) -> None:
+        """sh_degree: that of the model, from which the slider begins. steps: says how many have been trained."""
         super().__init__()
+        self.opened_run = OpenedRun(steps)
         self.color_by = ViewerDropdown(
             "Colour by",
             kAsTrained,

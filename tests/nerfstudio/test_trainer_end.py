@@ -40,7 +40,7 @@ def trainer(events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     trainer.pipeline.get_average_eval_image_metrics = lambda step: events.append("evaluate") or {"psnr": 30.0}
     trainer.base_dir, trainer.checkpoint_dir, trainer.callbacks = tmp_path, tmp_path, []
     trainer.training_state, trainer.stop_training, trainer._stop_signal = "training", False, None
-    trainer._start_step, trainer._saved_step = 0, None
+    trainer._start_step, trainer._saved_step, trainer.viewer_state = 0, None, None
     trainer._unlogged, trainer._clock, trainer._whole_step = [], StepClock(), -1
     monkeypatch.setattr(trainer, "_init_viewer_state", lambda: None)
     monkeypatch.setattr(trainer, "_signals", contextlib.nullcontext)

@@ -312,6 +312,9 @@ def test_a_viewer_starts_without_copying_the_gaussians_and_shows_the_controls(
         drawing.color_by.gui_handle.value = "depth"
         drawing.degree.gui_handle.value = 1
         assert drawing.look() == Look(1, True, "depth")
+        assert not opened.pause_train.visible, "nothing trains here"
+        assert not opened.control_panel._train_util.gui_handle.visible
+        assert f"Step: {pipeline.model.step + 1} " in opened.stats_markdown.content
     finally:
         opened.viser_server.stop()
         for part in (drawing.color_by, drawing.points, drawing.degree):
@@ -319,6 +322,11 @@ def test_a_viewer_starts_without_copying_the_gaussians_and_shows_the_controls(
     with LargeCopies(pipeline.model.num_points) as copies:
         pipeline.model.table.means.detach().cpu()
     assert copies.found, "the test of the test: such a copy is found"
+
+
+def near_grey(shown: np.ndarray) -> float:
+    """Share of a picture that is the grey of one that could not be made."""
+    return float((np.abs(shown.astype(int) - 90) <= 2).all(axis=2).mean())
 
 
 def test_controls_change_what_a_browser_gets_and_nothing_else(
@@ -338,6 +346,11 @@ def test_controls_change_what_a_browser_gets_and_nothing_else(
         assert torch.equal(pipeline.model.get_outputs_for_camera(camera)["rgb"].cpu(), usual), (
             "evaluation and export do not see the panel"
         )
+    assert viewer.control_panel._output_render.gui_handle.options[:3] == ("rgb", "depth", "accumulation")
+    tab = viewer.render_tab_state
+    tab.preview_render, tab.preview_camera_type, tab.preview_aspect = True, "Equirectangular", 4 / 3
+    refused = ask(viewer, client)
+    assert near_grey(refused) > 0.7, "a panorama is not drawn as a pinhole"
 
 
 def test_a_failing_render_says_why_in_the_picture_and_training_goes_on(
