@@ -65,7 +65,9 @@ class ManagedProvider final : public PageProvider {
   }
 
   void map(void* at, int64_t pages, int place) override {
-    send(at, pages, gpu_of_place(place));
+    const Run run{static_cast<char*>(at), pages, gpu_of_place(place)};
+    if (run.gpu >= 0 && room_on(run.gpu) < bytes_of(pages)) refuse(run);
+    send({run});
     note(at, place, pages);
   }
   void unmap(void* /*at*/, int64_t /*pages*/) override {}  // until release(): managed memory has no holes
@@ -77,22 +79,51 @@ class ManagedProvider final : public PageProvider {
 
   bool same(int a, int b) const override { return gpu_of_place(a) == gpu_of_place(b); }
 
+  // As many pages at a time as find room where they go to: what has left makes room for the next ones.
   void move(void* at, std::vector<int16_t>& places, const std::vector<int16_t>& to) override {
+    std::vector<Run> runs;
+    std::map<int, size_t> room;  // by GPU
+    size_t first = 0;            // page from which on `runs` begins
     bool waited = false;
+    const auto flush = [&](size_t end) {
+      if (!runs.empty() && !waited) wait_for_gpus();
+      waited |= !runs.empty();
+      send(runs);
+      for (size_t i = first; i < end; ++i) {
+        const char* const page = static_cast<char*>(at) + static_cast<int64_t>(i) * kPageBytes;
+        if (!same(places[i], to[i])) {
+          note(page, places[i], -1);
+          note(page, to[i], 1);
+        }
+        places[i] = to[i];
+      }
+      runs.clear();
+      room.clear();
+      first = end;
+    };
+    const auto finds_room = [&](const Run& run) {
+      if (run.gpu < 0) return true;
+      if (!room.count(run.gpu)) room.emplace(run.gpu, room_on(run.gpu));
+      size_t& left = room.at(run.gpu);
+      if (left < bytes_of(run.pages)) return false;
+      left -= bytes_of(run.pages);
+      return true;
+    };
     for (size_t i = 0; i < to.size();) {  // runs of pages with the same way to go
       size_t end = i + 1;
       while (end < to.size() && places[end] == places[i] && to[end] == to[i]) ++end;
       if (!same(places[i], to[i])) {
-        if (!waited) wait_for_gpus();
-        waited = true;
-        send(static_cast<char*>(at) + static_cast<int64_t>(i) * kPageBytes, static_cast<int64_t>(end - i),
-             gpu_of_place(to[i]));
-        note(at, places[i], -static_cast<int64_t>(end - i));
-        note(at, to[i], static_cast<int64_t>(end - i));
+        const Run run{static_cast<char*>(at) + static_cast<int64_t>(i) * kPageBytes,
+                      static_cast<int64_t>(end - i), gpu_of_place(to[i])};
+        if (!finds_room(run)) {
+          flush(i);
+          if (!finds_room(run)) refuse(run);
+        }
+        runs.push_back(run);
       }
-      std::fill(places.begin() + static_cast<int64_t>(i), places.begin() + static_cast<int64_t>(end), to[i]);
       i = end;
     }
+    flush(to.size());
   }
 
   // Temporaries of stages are not managed, and counted too.
@@ -124,18 +155,47 @@ class ManagedProvider final : public PageProvider {
     return {free, total};
   }
 
-  static void send(void* at, int64_t pages, int gpu) {
-    if (gpu >= 0 && memory_of(gpu).first < bytes_of(pages) + kSpareBytes)
-      throw OutOfMemory("mgpu could not get " + std::to_string(pages * 2) +
-                        " MiB of managed memory on cuda:" + std::to_string(gpu) + " and leave " +
-                        std::to_string(kSpareBytes >> 20) + " MiB to others.");
-    const int acting = gpu >= 0 ? gpu : mesh_gpus().front();
-    DeviceGuard guard(acting);
-    CUDA_CHECK(cudaMemAdvise(at, bytes_of(pages), cudaMemAdviseSetPreferredLocation, location_of(gpu)));
-    for (const int other : mesh_gpus())
-      CUDA_CHECK(cudaMemAdvise(at, bytes_of(pages), cudaMemAdviseSetAccessedBy, location_of(other)));
-    CUDA_CHECK(cudaMemPrefetchAsync(at, bytes_of(pages), location_of(gpu), 0, cudaStreamPerThread));
-    CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));  // so that the next one sees what is free
+  // Pages that go to one place.
+  struct Run {
+    char* at;
+    int64_t pages;
+    int gpu;  // -1: the host
+  };
+
+  // What may still be put on a GPU.
+  static size_t room_on(int gpu) {
+    const size_t free = memory_of(gpu).first;
+    return free > kSpareBytes ? free - kSpareBytes : 0;
+  }
+
+  [[noreturn]] static void refuse(const Run& run) {
+    throw OutOfMemory("mgpu could not get " + std::to_string(run.pages * 2) +
+                      " MiB of managed memory on cuda:" + std::to_string(run.gpu) + " and leave " +
+                      std::to_string(kSpareBytes >> 20) + " MiB to others.");
+  }
+
+  // All in one batch; waits, so that whoever asks next sees what is free.
+  static void send(const std::vector<Run>& runs) {
+    if (runs.empty()) return;
+    DeviceGuard guard(mesh_gpus().front());
+    std::vector<void*> begins;
+    std::vector<size_t> sizes, starts;
+    std::vector<cudaMemLocation> locations;
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const Run& run = runs[i];
+      const size_t bytes = bytes_of(run.pages);
+      CUDA_CHECK(cudaMemAdvise(run.at, bytes, cudaMemAdviseSetPreferredLocation, location_of(run.gpu)));
+      for (const int other : mesh_gpus())
+        CUDA_CHECK(cudaMemAdvise(run.at, bytes, cudaMemAdviseSetAccessedBy, location_of(other)));
+      begins.push_back(run.at);
+      sizes.push_back(bytes);
+      if (i > 0 && run.gpu == runs[i - 1].gpu) continue;
+      starts.push_back(i);
+      locations.push_back(location_of(run.gpu));
+    }
+    CUDA_CHECK(cudaMemPrefetchBatchAsync(begins.data(), sizes.data(), begins.size(), locations.data(),
+                                         starts.data(), starts.size(), 0, cudaStreamPerThread));
+    CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));
   }
 
   // More pages (or fewer, if negative) of the range around an address lie at a place.
