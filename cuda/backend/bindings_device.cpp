@@ -143,7 +143,9 @@ MGPU_BINDINGS(device) {
 
   m.def("reserve", [](const std::vector<int64_t>& shape, int64_t capacity_rows, py::object dtype) {
     TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "torch.mgpu.reserve needs a torch.dtype.");
-    return reserve(shape, capacity_rows, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+    const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+    py::gil_scoped_release release;
+    return reserve(shape, capacity_rows, type);
   });
   m.def("grow", &grow, no_gil);
   m.def("shrink", &shrink, no_gil);

@@ -42,10 +42,13 @@ MGPU_BINDINGS(flavour) {
   m.def("part_count", &part_count);
 
   // the same memory under the other name; no copy, no gradient
-  m.def("as_backing", [](const at::Tensor& tensor) {
-    OperatorScope scope;  // other GPUs' work comes first
-    return with_autograd(Aliases().to_backing(tensor.detach()));
-  });
+  m.def(
+      "as_backing",
+      [](const at::Tensor& tensor) {
+        OperatorScope scope;  // other GPUs' work comes first
+        return with_autograd(Aliases().to_backing(tensor.detach()));
+      },
+      no_gil);
   m.def("from_backing", [](const at::Tensor& tensor) { return Aliases().from_backing(tensor.detach()); });
 }
 
