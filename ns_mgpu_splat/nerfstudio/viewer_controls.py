@@ -25,9 +25,11 @@ from ns_mgpu_splat.splats.table import COLUMNS, SplatTable, place_rows, reserve
 
 if TYPE_CHECKING:
     from nerfstudio.data.scene_box import OrientedBox
+    from nerfstudio.viewer.control_panel import ControlPanel
     from nerfstudio.viewer.viewer import Viewer
 
 kAsTrained, kByShard, kByDepth, kByOpacity = "as trained", "home shard", "depth", "opacity"
+kDepthBuffer = "gl_z_buf_depth"  # Nerfstudio's, for what stands in front of what
 kPieceRows = 1 << 21  # rows whose colours are computed at a time
 kDotLogScale = -20.0  # a width that vanishes: the screen filter alone makes the dot
 kSolid = 5.0  # a logit: of dots
@@ -56,8 +58,19 @@ def nothing_trains(viewer: Viewer, steps: int) -> None:
     viewer.update_step(steps)
 
 
+def offer_pictures_only(panel: ControlPanel) -> None:
+    """Leave the viewer's own depth buffer out of what can be shown: it is smaller than a picture, and split screen, whose
+    other half it would be at first, ends the browser's thread for it."""
+    update = panel.update_output_options
+
+    def updated(options: list[str]) -> None:
+        update([name for name in options if name != kDepthBuffer])
+
+    panel.update_output_options = updated  # type: ignore[method-assign]
+
+
 class OpenedRun(ViewerControl):
-    """Is told of the viewer once it has a panel: that of `ns-viewer` is for a run that is not training."""
+    """Is told of the viewer once it has a panel, and takes from that what would mislead."""
 
     def __init__(self, steps: Callable[[], int]) -> None:
         """steps: says how many have been trained."""
@@ -65,6 +78,7 @@ class OpenedRun(ViewerControl):
 
     def _setup(self, viewer: Viewer) -> None:
         super()._setup(viewer)
+        offer_pictures_only(viewer.control_panel)
         if viewer.trainer is None:
             nothing_trains(viewer, self._steps())
 

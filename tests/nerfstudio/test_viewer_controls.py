@@ -346,7 +346,11 @@ def test_controls_change_what_a_browser_gets_and_nothing_else(
         assert torch.equal(pipeline.model.get_outputs_for_camera(camera)["rgb"].cpu(), usual), (
             "evaluation and export do not see the panel"
         )
-    assert viewer.control_panel._output_render.gui_handle.options[:3] == ("rgb", "depth", "accumulation")
+    assert viewer.control_panel._output_render.gui_handle.options == ("rgb", "depth", "accumulation")
+    viewer.control_panel._split.value = True
+    halves = ask(viewer, client)
+    assert halves[:, halves.shape[1] // 2 + 2 :].std() > 5, "split screen has another picture on the right"
+    viewer.control_panel._split.value = False
     tab = viewer.render_tab_state
     tab.preview_render, tab.preview_camera_type, tab.preview_aspect = True, "Equirectangular", 4 / 3
     refused = ask(viewer, client)
