@@ -66,7 +66,7 @@ def offer_pictures_only(panel: ControlPanel) -> None:
     def updated(options: list[str]) -> None:
         update([name for name in options if name != kDepthBuffer])
 
-    panel.update_output_options = updated  # type: ignore[method-assign]
+    panel.update_output_options = updated  # type: ignore[method-assign, assignment]
 
 
 class OpenedRun(ViewerControl):
