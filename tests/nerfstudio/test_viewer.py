@@ -202,6 +202,13 @@ def test_each_control_of_the_panel_does_what_it_says(page: Any) -> None:
         return float((np.abs(pixels.astype(int) - (38, 42, 55)).max(axis=2) > 20).mean())
 
     assert 0.003 < covered(dots) < 0.5 * covered(back), "dots with gaps between them"
+    split = page.get_by_label("Enable").nth(0)
+    split.check()
+    halves = until(page, differs, "split screen")
+    split.uncheck()
+    left = np.abs(halves.astype(int) - usual)[:, : halves.shape[1] // 3]
+    assert left.mean() < 4, "the scene stays on the left"
+    until(page, shows_the_scene, "the scene after split screen")
 
 
 @pytest.mark.slow
