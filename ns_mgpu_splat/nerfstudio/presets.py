@@ -16,6 +16,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 
+def existing(path: Path) -> Path:
+    """The file that a path means: itself, or where there is none its name with the other ending of YAML files."""
+    other = {".yml": ".yaml", ".yaml": ".yml"}.get(path.suffix)
+    if other is not None and not path.exists() and path.with_suffix(other).is_file():
+        return path.with_suffix(other)
+    return path
+
+
 def is_preset(path: Path) -> bool:
     """Whether a YAML file holds plain options. Exits with one sentence if it cannot be read."""
     try:

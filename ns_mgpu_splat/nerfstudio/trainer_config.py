@@ -20,7 +20,7 @@ from ns_mgpu_splat.nerfstudio.console import ProgressWriterConfig
 from ns_mgpu_splat.nerfstudio.names import kNoLegacyViewer
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipelineConfig
-from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, is_preset
+from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, existing, is_preset
 
 kWrittenAtStart = (
     "config.yml",
@@ -157,8 +157,9 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
         if self.load_config is not None:
             from ns_mgpu_splat.nerfstudio.config import defaults_of
 
-            apply = apply_preset if is_preset(self.load_config) else apply_run
-            apply(self, defaults_of(self.method_name), self.load_config)
+            path = existing(self.load_config)
+            apply = apply_preset if is_preset(path) else apply_run
+            apply(self, defaults_of(self.method_name), path)
             self.load_config = None  # or Nerfstudio would let the file replace the whole command line
         self.check()
 

@@ -54,7 +54,9 @@ def test_the_big_method_takes_presets_over_its_own_defaults(tmp_path: Path) -> N
     assert big.pipeline.model.max_gaussians > mgpu_splat.config.pipeline.model.max_gaussians
     preset = tmp_path / "preset.yml"
     preset.write_text("schedule_steps: 123\npipeline: {model: {max_gaussians: 77}}\n")
-    asked = dataclasses.replace(copy.deepcopy(big), load_config=preset, max_num_iterations=9)
+    asked = dataclasses.replace(
+        copy.deepcopy(big), load_config=preset.with_suffix(".yaml"), max_num_iterations=9
+    )  # the file is there, with the other ending
     assert (asked.schedule_steps, asked.pipeline.model.max_gaussians, asked.max_num_iterations) == (
         123,
         77,
