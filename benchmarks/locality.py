@@ -7,13 +7,15 @@
 The scene is that of `mgpu-splat-city --splats N`: Gaussians on the surfaces of a town, and the cameras of its survey from
 the air and its drive along the streets. The mesh is that of MGPU_DEVICES (default here: cpu:8).
 
-links: bytes from shard to shard in a training step, rows in random order in equal chunks against rows in the order of
-space, placed by cost; tiles have the same kind of owners in both. Also the balance of the blending work: largest over mean,
-over the steps. `--steps`: how many cameras a step has: a number of random ones, a number with `s` of ones that are spread
-over the shards (partition/batches.py), or all in one step. All cameras are seen once, street and air apart. `remote`: share
-of the visible rows that another shard than their home blends; `least`: the same if each tile were blended where most of its
-rows are at home, whatever the balance: no choice of owners does better with these homes. Before the table: the same for rows
-that light a pixel, their share, and for steps the share if each tile may go to any shard within 10 % of balance (greedy).
+links: bytes from shard to shard in a training step: of rows in random order in equal chunks, of rows in the order of space,
+placed by cost, and of stripes of these; tiles have the same kind of owners in all. Also two balances, largest over mean, over
+the steps: of the blending work (`blend`), and of the visible rows that a shard projects and steps (`rows`). `--steps`: how
+many cameras a step has: a number of random ones, a number with `s` of ones that are spread over the shards
+(partition/batches.py), or all in one step. All cameras are seen once, street and air apart. `remote`: share of the visible
+rows that another shard than their home blends; `least`: the same if each tile were blended where most of its rows are at
+home, whatever the balance: no choice of owners does better with these homes. Before the table, of rows in the order of space:
+the same for rows that light a pixel, their share, and for steps the share if each tile may go to any shard within 10 % of
+balance (greedy).
 
 machinery: milliseconds of a training step, and of all that is done between steps: order, observation, placement, moves;
 and their share of the steps between two refinements.
@@ -44,6 +46,7 @@ from city_scene import city_cameras, city_columns
 
 LRS = {"means": 1e-5, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
 KINDS = ("records", "gradients", "pixels")
+LAYOUTS = ("space", "stripes", "unsorted")  # the first one chooses the steps
 TARGETS = {"street": 5.0, "aerial": 3.0}
 REFINE_EVERY = 100
 TILE = 16  # pixels
@@ -78,15 +81,18 @@ def targets_of(cameras: list[Any]) -> list[torch.Tensor]:
 def observe_links(table: Any, adam: Any, steps: list[list[Any]]) -> list[dict[str, Any]]:
     """What each step sent; nothing is trained."""
     from ns_mgpu_splat import train_step
+    from ns_mgpu_splat.partition.batches import visible_rows
 
     found = []
     for cameras in steps:
         report = train_step(table, adam, cameras, targets_of(cameras), accumulate=True)
         links = report.links
         adam.zero_pending()
+        seen = visible_rows(table, cameras).sum(0)
         found.append(
             {kind: total(links[kind]) for kind in KINDS}
             | {name: links[name] for name in ("remote_rows", "visible_rows", "imbalance")}
+            | {"row_imbalance": float(seen.max() / max(1.0, seen.mean()))}
         )
     return found
 
@@ -171,20 +177,21 @@ def warm_up(table: Any, adam: Any, cameras: list[Any]) -> None:
 
 
 def links_table(options: argparse.Namespace) -> dict[str, Any]:
-    """Both layouts, street and air, for each number of views a step."""
+    """All layouts, street and air, for each number of views a step."""
     from ns_mgpu_splat import SplatAdam, SplatTable
     from ns_mgpu_splat.data.city.town import build_town
     from ns_mgpu_splat.partition.placement import Placement
+    from ns_mgpu_splat.partition.stripes import deal, stripe_rows
 
     town = build_town(options.blocks)
     cameras = city_cameras(town, options.images, *options.size)
     columns = city_columns(town, options.splats, shuffled=True)
     out: dict[str, Any] = {}
     steps: dict[tuple[str, str], list[list[Any]]] = {}
-    for layout in ("spatial", "unsorted"):
+    for layout in LAYOUTS:
         table = SplatTable.from_columns(**columns)
         adam = SplatAdam(table, LRS, report_means=False)
-        if layout == "spatial":
+        if layout == "space":
             table.reorder(adam)
             placement = Placement()
             everything = cameras["aerial"] + cameras["street"]
@@ -197,6 +204,9 @@ def links_table(options: argparse.Namespace) -> dict[str, Any]:
             for kind, name in product(cameras, options.steps):
                 steps[kind, name] = batches(table, cameras[kind], name)
             out["limits"] = print_limits(table, cameras, steps)
+        elif layout == "stripes":
+            deal(table, adam)
+            out["stripe_rows"] = stripe_rows(table.num_rows, len(table.homes))
         for (kind, name), of_kind in steps.items():
             out[f"{layout} {kind} {name}"] = summary(observe_links(table, adam, of_kind))
             print(f"  {layout}, {kind}, {name} a step: {len(of_kind)} steps", flush=True)
@@ -206,14 +216,15 @@ def links_table(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Means a step, and the balance at the median and the 95th percentile step."""
+    """Means a step, and the balances at the median and the 95th percentile step."""
     out = {kind: statistics.fmean(step[kind] for step in steps) for kind in KINDS}
     out["bytes"] = sum(out[kind] for kind in KINDS)
     out["remote_rows"] = statistics.fmean(step["remote_rows"] for step in steps)
     out["remote_share"] = sum(s["remote_rows"] for s in steps) / max(1, sum(s["visible_rows"] for s in steps))
-    balance = sorted(step["imbalance"] for step in steps)
-    out["imbalance_median"] = statistics.median(balance)
-    out["imbalance_p95"] = balance[min(len(balance) - 1, int(0.95 * len(balance)))]
+    for name in ("imbalance", "row_imbalance"):
+        balance = sorted(step[name] for step in steps)
+        out[f"{name}_median"] = statistics.median(balance)
+        out[f"{name}_p95"] = balance[min(len(balance) - 1, int(0.95 * len(balance)))]
     out["steps"] = len(steps)
     return out
 
@@ -223,23 +234,24 @@ def print_links(found: dict[str, Any], options: argparse.Namespace) -> None:
     shards = len(torch.mgpu.mesh().shards)  # type: ignore[attr-defined]
     print(
         f"\n{options.splats:,} Gaussians, {options.blocks} blocks, {options.images} cameras of {options.size[0]}x"
-        f"{options.size[1]}, {shards} shards; MB between shards a step"
+        f"{options.size[1]}, {shards} shards, stripes of {found['stripe_rows']:,}; MB between shards a step; balances at the "
+        "median step and the 95th percentile"
     )
     print(
-        f"{'views':10}{'a step':>7}{'unsorted':>10}{'spatial':>9}{'fewer':>8}{'records':>9}{'target':>8}"
-        f"{'remote':>9}{'least':>9}{'balance p50':>13}{'p95':>7}"
+        f"{'views':8}{'a step':>7} {'layout':9}{'MB':>8}{'fewer':>8}{'records':>9}{'target':>8}{'remote':>9}{'least':>9}"
+        f"{'blend p50, p95':>17}{'rows p50, p95':>16}"
     )
-    for kind in ("street", "aerial"):
-        for name in options.steps:
-            a, b = found[f"unsorted {kind} {name}"], found[f"spatial {kind} {name}"]
-            travelled = [x["records"] + x["gradients"] for x in (a, b)]
-            print(
-                f"{kind:10}{name:>7}{a['bytes'] / 1e6:10.2f}{b['bytes'] / 1e6:9.2f}"
-                f"{a['bytes'] / max(1.0, b['bytes']):7.2f}x{travelled[0] / max(1.0, travelled[1]):8.2f}x"
-                f"{TARGETS[kind]:7.0f}x{100 * b['remote_share']:7.1f} %"
-                f"{100 * found['limits'][kind]['least']:7.1f} %{b['imbalance_median']:13.3f}"
-                f"{b['imbalance_p95']:7.3f}"
-            )
+    for kind, name, layout in product(("street", "aerial"), options.steps, LAYOUTS):
+        a, b = found[f"unsorted {kind} {name}"], found[f"{layout} {kind} {name}"]
+        travelled = [x["records"] + x["gradients"] for x in (a, b)]
+        against = f"{a['bytes'] / max(1.0, b['bytes']):7.2f}x{travelled[0] / max(1.0, travelled[1]):8.2f}x"
+        target = f"{TARGETS[kind]:7.0f}x" if layout == "space" else ""
+        least = f"{100 * found['limits'][kind]['least']:7.1f} %" if layout == "space" else ""
+        print(
+            f"{kind:8}{name:>7} {layout:9}{b['bytes'] / 1e6:8.2f}{against}{target:>8}{100 * b['remote_share']:7.1f} %{least:>9}"
+            f"{b['imbalance_median']:11.3f},{b['imbalance_p95']:6.3f}{b['row_imbalance_median']:10.3f},"
+            f"{b['row_imbalance_p95']:6.3f}"
+        )
 
 
 def milliseconds(work: Callable[[], Any], rounds: int, before: Callable[[], Any] | None = None) -> float:

@@ -7,14 +7,16 @@ Parts, each a process of its own for each number of GPUs, with a limit of time, 
 rows:
 
     links         who reaches whose memory, bandwidth of copies and of kernels' reads, forking and joining, moving pages
-    strong        milliseconds a step at 1 camera and at as many cameras as GPUs, rows in Hilbert order and placed: towns of
-                  --millions, and with --gardens gsplat's garden replicated (49.3 M: 21), from the air and from the street
-    stages        the same by stage (the host waits around each: compare stages, not sums), and bytes over the links, of
-                  unsorted rows in equal chunks, of stripes, and of placed ones
+    strong        milliseconds a step at 1 camera and at as many cameras as GPUs: towns of --millions, from the air and from
+                  the street, and with --gardens gsplat's garden replicated (49.3 M: 21)
+    stages        the same by stage (the host waits around each: compare stages, not sums), and bytes over the links
     equality      images, gradients and one step against one GPU
     caliterra     500 steps on real photographs (in $MGPU_TEST_DATA), for some seeds
     weak          100 M Gaussians a GPU
     largest       the most Gaussians that train for 20 steps; largest-half: with 16 bits
+
+Layouts of rows, in strong and stages: placed, ns-train's "space", in Hilbert order in one piece a GPU; striped, its
+"stripes", where stretches of that order go to the GPUs in turn; unsorted, in equal chunks.
 
 Numbers of GPUs that need few run beside others on GPUs of their own. --virtual: shards on one GPU; without a GPU the meshes
 are cpu:G and sizes small. Towns are those of `mgpu-splat-city --splats`, made on the device. One GPU times the batches of
@@ -393,7 +395,7 @@ def show_strong(rows: list[Row]) -> list[str]:
         return []
     out = [
         "",
-        "strong scaling; homes: rows that a GPU projects, largest over mean; stripes: neighbours on different GPUs",
+        "strong scaling; homes: rows that a GPU projects, largest over mean",
     ]
     out.append(
         f"{'scene':16}{'image':>10} {'view':8}{'batch':>6}{'G':>3} {'layout':8}{'ms':>10}{'speed-up':>10}{'MB links':>10}"

@@ -30,6 +30,7 @@ PAGE = 2 << 20
 MARGIN = 4.0  # GiB a card that the largest table leaves for contexts and what a step needs at least
 TRIES = 5
 GARDEN_ROWS = 111_785
+LAYOUTS = ("placed", "unsorted", "striped")  # of rows on several shards; on one, the third is the first
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,22 @@ class Scene:
         cameras = self.cameras[kind]
         steps = max(2, views // size)
         return [[cameras[(step * size + i) % len(cameras)] for i in range(size)] for step in range(steps)]
+
+    def lay_out(self, layout: str) -> dict[str, float]:
+        """Rows as this layout has them, from the order in which they were made; what that took and gave.
+
+        "placed": the product's layout "space", dealt by what is seen; "striped": its "stripes"; "unsorted": as they are.
+        """
+        if layout == "placed":
+            return self.sort_and_place()
+        if layout == "unsorted":
+            return {}
+        from ns_mgpu_splat.partition.stripes import deal
+
+        start = time.perf_counter()
+        deal(self.table, self.adam)
+        mgpu().synchronize()
+        return {"reorder_s": time.perf_counter() - start}
 
     def sort_and_place(self, *, reorder: bool = True) -> dict[str, float]:
         """Rows in Hilbert order, dealt to shards by what cameras of all kinds see; what that took and gave."""
@@ -232,7 +249,7 @@ class GardenSource:
         self.garden.fill(columns, self.case.garden, 0.5)
         if order != "town":
             rows, device = table.num_rows, columns["means"].device
-            place = places(0, rows, rows, order, shard_count(), device)
+            place = places(0, rows, rows, order, device)
             for column in columns.values():
                 column.copy_(column[place])
             del place
@@ -320,19 +337,19 @@ class Strong(Part):
 
     def run_case(self, case: Case, source: Any) -> Rows:
         """One scene; on several shards also unsorted, and in stripes, so that each camera's rows are at home on all of them."""
-        layouts = ["placed"]
-        if self.shards > 1:
-            layouts += ["unsorted"] if case.garden else ["unsorted", "striped"]
-        for layout in layouts:
-            scene = Scene(case, source, "town" if layout == "placed" else layout)
-            head = head_of(case, scene) | {"layout": layout}
-            if layout == "placed":
-                head |= scene.sort_and_place()
+        for layout in LAYOUTS if self.shards > 1 else LAYOUTS[:1]:
+            scene = Scene(case, source, order_of(layout))
+            head = head_of(case, scene) | {"layout": layout} | scene.lay_out(layout)
             for kind in scene.cameras:
                 for batch in self.batch_sizes():
                     found = timed_steps(scene, scene.batches(kind, batch, self.views), self.passes)
                     yield head | {"kind": kind, "batch": batch} | found | memory_gib()
             scene.close()
+
+
+def order_of(layout: str) -> str:
+    """In which order rows are made for a layout."""
+    return "unsorted" if layout == "unsorted" else "town"
 
 
 def head_of(case: Case, scene: Scene) -> dict[str, Any]:
@@ -342,22 +359,18 @@ def head_of(case: Case, scene: Scene) -> dict[str, Any]:
 
 
 class Stages(Strong):
-    """Where the time of a step goes, and what goes over the links: unsorted rows in equal chunks, stripes of them in the order of
-    space, and rows sorted and placed."""
+    """Where the time of a step goes, and what goes over the links, of rows in each layout."""
 
     def run_case(self, case: Case, source: Any) -> Rows:
         """One scene, written anew for each layout."""
         scene: Scene | None = None
-        for layout in ("unsorted", "placed") if case.garden else ("unsorted", "striped", "placed"):
-            order = "town" if layout == "placed" else layout
+        for layout in LAYOUTS if self.shards > 1 else LAYOUTS[:2]:
             if scene is None:
-                scene = Scene(case, source, order)
+                scene = Scene(case, source, order_of(layout))
             else:
                 scene.adam.flush()
-                source.fill(scene.table, order)
-            head = head_of(case, scene) | {"layout": layout}
-            if layout == "placed":
-                head |= scene.sort_and_place()
+                source.fill(scene.table, order_of(layout))
+            head = head_of(case, scene) | {"layout": layout} | scene.lay_out(layout)
             for kind in scene.cameras:
                 for batch in self.batch_sizes():
                     steps = scene.batches(kind, batch, self.views)

@@ -21,7 +21,6 @@ from city_scene import city_cameras
 
 GOLDEN = (0.7548776662466927, 0.5698402909980532)  # of the R2 sequence, as in data/city/splats.py
 STRIDE = 0.6180339887498949  # of all rows, from one row of an unsorted table to the next
-STRIPE = 4096  # rows that stay together where neighbouring stripes go to different shards
 CHUNK = 1 << 19  # rows at a time: 300 MB of temporaries
 SUN = (0.35, 0.25, 0.9)
 SH_NOISE = 0.02  # sigma
@@ -42,21 +41,13 @@ def coprime_stride(rows: int) -> int:
     return stride
 
 
-def places(first: int, last: int, rows: int, order: str, shards: int, device: torch.device) -> Tensor:
+def places(first: int, last: int, rows: int, order: str, device: torch.device) -> Tensor:
     """Which place of the town's sequence rows [first, last) of a table come from: always a permutation.
 
-    order: "town": their own; "unsorted": anywhere; "striped": the first of `shards` equal chunks has each `shards`th stripe of
-        the sequence, beginning with the first, the next chunk those beginning with the second, and so on.
+    order: "town": their own; "unsorted": anywhere.
     """
     row = torch.arange(first, last, device=device)
-    if order == "unsorted":
-        return (row * coprime_stride(rows)).remainder_(rows)
-    share = rows // (STRIPE * shards) * STRIPE  # of a chunk; what is left over stays at the end
-    if order == "town" or share == 0:
-        return row
-    chunk, inside = row // share, row % share
-    place = (inside // STRIPE * shards + chunk) * STRIPE + inside % STRIPE
-    return torch.where(row < share * shards, place, row)
+    return (row * coprime_stride(rows)).remainder_(rows) if order == "unsorted" else row
 
 
 class TownScene:
@@ -86,17 +77,17 @@ class TownScene:
     def fill(self, table: Any, order: str = "town") -> None:
         """Write all rows of `table` (of `rows` rows, any SH degree), some hundred thousand at a time.
 
-        order: as in `places`, for the shards of the mesh; the same set of rows in any.
+        order: as in `places`; the same set of rows in any.
         """
         columns = {name: plain(column) for name, column in table.named_columns().items()}
-        device, shards = columns["means"].device, len(vars(torch)["mgpu"].mesh().shards)
+        device = columns["means"].device
         on_device = {
             name: torch.from_numpy(np.ascontiguousarray(t)).to(device) for name, t in self.tables.items()
         }
         on_device["color"] = torch.from_numpy(self.color).float().to(device)
         for first in range(0, self.rows, CHUNK):
             last = min(self.rows, first + CHUNK)
-            place = places(first, last, self.rows, order, shards, device)
+            place = places(first, last, self.rows, order, device)
             for name, values in self._of(place, on_device, columns["shN"].shape[1]).items():
                 columns[name][first:last].copy_(values)
         table.cells.forget()

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -146,13 +147,18 @@ MGPU_BINDINGS(densify) {
   m.def(
       "reorder",
       [](const Tensors& columns, const std::optional<Tensors>& state, const Tensors& others,
-         int64_t scratch_bytes) {
+         int64_t scratch_bytes, const std::vector<std::pair<int64_t, int64_t>>& deal_to, int64_t stripe) {
+        std::vector<RowRange> ranges;
+        for (const auto& [begin, end] : deal_to) ranges.push_back({begin, end});
+        std::optional<RowDeal> deal;
+        if (!ranges.empty()) deal = row_deal(ranges, stripe, columns_of(columns).num_rows);
         const Table table(columns, state);
         const std::vector<RowBytes> all = everything(table, others);
         const Turn turn;
-        gather_rows(all, hilbert_order(table.columns), scratch_bytes);
+        gather_rows(all, hilbert_order(table.columns, deal ? &*deal : nullptr), scratch_bytes);
       },
-      py::arg("columns"), py::arg("state"), py::arg("others"), py::arg("scratch_bytes") = kGatherScratch);
+      py::arg("columns"), py::arg("state"), py::arg("others"), py::arg("scratch_bytes") = kGatherScratch,
+      py::arg("deal") = std::vector<std::pair<int64_t, int64_t>>{}, py::arg("stripe") = 0);
 
   py::class_<DensifyPlan>(m, "DensifyPlan", "What default densification decided; fates stay on the shards.")
       .def_readonly("rows_before", &DensifyPlan::rows_before)

@@ -58,16 +58,18 @@ at::Tensor cells_of(const at::Tensor& codes) {
   return out;
 }
 
-py::dict measure(const at::Tensor& means) {
+py::dict measure(const at::Tensor& means, int64_t first_run) {
   TORCH_CHECK_VALUE(means.dim() == 2 && means.size(1) == 3 && means.device().is_privateuseone(), "means is ",
                     shape_of(means), ", expected float32 [N, 3] on mgpu.");
+  TORCH_CHECK_VALUE(first_run >= 1 && first_run <= kRunRows, "first_run is ", first_run,
+                    " rows, expected 1 to ", kRunRows, ".");
   SplatColumns columns{};
   columns.means = floats(means, "means");
   columns.num_rows = means.size(0);
   RowMeasure found{};
   {
     const Turn turn;
-    found = measure_rows(columns);
+    found = measure_rows(columns, {first_run});
   }
   const auto counts = [](const int64_t (&list)[kLevels]) {
     return std::vector<int64_t>(std::begin(list), std::end(list));
@@ -86,7 +88,7 @@ py::dict measure(const at::Tensor& means) {
 }  // namespace
 
 MGPU_BINDINGS(order) {
-  m.def("measure_rows", &measure, py::arg("means"));
+  m.def("measure_rows", &measure, py::arg("means"), py::arg("first_run") = kRunRows);
   m.def(
       "hilbert_codes", [](const at::Tensor& cells) { return codes_of(cells, math::hilbert_code); },
       py::arg("cells"));

@@ -20,7 +20,7 @@ struct KeyedRow {
 
 }  // namespace
 
-RowMap hilbert_order(const SplatColumns& columns) {
+RowMap hilbert_order(const SplatColumns& columns, const RowDeal* deal) {
   const std::vector<RowRange> homes = homes_of(columns);
   const Buffer<RowCube> cube = row_cube(columns);
   Buffer<KeyedRow> keyed(columns.num_rows, kExchange);
@@ -39,8 +39,12 @@ RowMap hilbert_order(const SplatColumns& columns) {
     map.origin.emplace_back(homes[shard].size(), static_cast<int>(shard));
   for_each_shard("row order", [&](const Shard& shard) {
     const size_t index = static_cast<size_t>(shard.index);
-    for (int64_t i = 0; i < homes[index].size(); ++i)
-      map.origin[index][i] = row_origin(keyed[homes[index].begin + i].row);
+    const RowRange home = homes[index];
+    int64_t ahead = 0;  // of a row, its place in the sequence
+    for (int64_t row = home.begin; row < home.end; ++row) {
+      if (deal && (row == home.begin || row % RowDeal::kUnit == 0)) ahead = deal->rank(row) - row;
+      map.origin[index][row - home.begin] = row_origin(keyed[row + ahead].row);
+    }
   });
   return map;
 }

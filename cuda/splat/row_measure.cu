@@ -20,10 +20,10 @@ struct Counts {
 };
 constexpr int kCounters = sizeof(Counts) / sizeof(Counter);
 
-// runs: of kRunRows rows, by number.
+// runs: which of the cut's, by number.
 __global__ void __launch_bounds__(kThreads)
-    measure_kernel(const float* means, int64_t num_rows, RowRange runs, const RowCube* cube_of_all,
-                   Counts* counts) {
+    measure_kernel(const float* means, int64_t num_rows, RowRuns cut, RowRange runs,
+                   const RowCube* cube_of_all, Counts* counts) {
   __shared__ Counts block;
   __shared__ RowCube cube;
   for (int i = threadIdx.x; i < kCounters; i += kThreads) reinterpret_cast<Counter*>(&block)[i] = 0;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarp;
   const int64_t run = runs.begin + int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
   if (run < runs.end) {
-    const int64_t begin = run * kRunRows, end = min(begin + kRunRows, num_rows);
+    const int64_t begin = cut.begin(run), end = min(cut.begin(run + 1), num_rows);
     uint32_t least[3] = {~0u, ~0u, ~0u}, most[3] = {0, 0, 0};
     // by lane 0: the key before the lanes' rows
     uint64_t before = lane == 0 && begin > 0 ? row_key(cube, means + 3 * (begin - 1)) : kNowhere;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-RowMeasure measure_rows(const SplatColumns& columns) {
+RowMeasure measure_rows(const SplatColumns& columns, RowRuns cut) {
   JoinedOperator joined;
   const Buffer<RowCube> cube = row_cube(columns);
   const std::vector<RowRange> homes = homes_of(columns);
@@ -90,11 +90,10 @@ RowMeasure measure_rows(const SplatColumns& columns) {
   const auto measure = [&](const Shard& shard) {  // a run lies with its first row
     const size_t index = static_cast<size_t>(shard.index);
     zero(own[index]);
-    const RowRange runs{(homes[index].begin + kRunRows - 1) / kRunRows,
-                        (homes[index].end + kRunRows - 1) / kRunRows};
+    const RowRange runs{cut.from(homes[index].begin), cut.from(homes[index].end)};
     if (runs.empty()) return;
     measure_kernel<<<blocks_for(runs.size(), kWarps), kThreads, 0, shard_stream(shard.index)>>>(
-        columns.means, columns.num_rows, runs, cube.data(), own[index].data());
+        columns.means, columns.num_rows, cut, runs, cube.data(), own[index].data());
     KERNEL_CHECK("measure rows", shard.index, homes[index].size());
   };
   for_each_shard("measure rows", measure, Access::kExchange);

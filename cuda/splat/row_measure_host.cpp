@@ -10,8 +10,8 @@ namespace mgpu::splat {
 
 namespace {
 
-void measure_run(const SplatColumns& columns, const RowCube& cube, int64_t begin, RowMeasure& out) {
-  const int64_t end = std::min(begin + kRunRows, columns.num_rows);
+void measure_run(const SplatColumns& columns, const RowCube& cube, int64_t begin, int64_t end,
+                 RowMeasure& out) {
   uint32_t least[3] = {~0u, ~0u, ~0u}, most[3] = {0, 0, 0};
   uint64_t before = begin > 0 ? row_key(cube, columns.means + 3 * (begin - 1)) : kNowhere;
   bool any = false;
@@ -41,15 +41,15 @@ void measure_run(const SplatColumns& columns, const RowCube& cube, int64_t begin
 
 }  // namespace
 
-RowMeasure measure_rows(const SplatColumns& columns) {
+RowMeasure measure_rows(const SplatColumns& columns, RowRuns runs) {
   const Buffer<RowCube> cube = row_cube(columns);
   const std::vector<RowRange> homes = homes_of(columns);
   std::vector<RowMeasure> own(homes.size(), RowMeasure{});
   const auto measure = [&](const Shard& shard) {  // a run lies with its first row
     const size_t index = static_cast<size_t>(shard.index);
-    const int64_t first = (homes[index].begin + kRunRows - 1) / kRunRows * kRunRows;
-    for (int64_t begin = first; begin < homes[index].end; begin += kRunRows)
-      measure_run(columns, cube[0], begin, own[index]);
+    for (int64_t run = runs.from(homes[index].begin); run < runs.from(homes[index].end); ++run)
+      measure_run(columns, cube[0], runs.begin(run), std::min(runs.begin(run + 1), columns.num_rows),
+                  own[index]);
   };
   for_each_shard("measure rows", measure, Access::kExchange);
   RowMeasure all{};

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
+
+kStepCameras = 1  # photographs of a training step
 
 _announced = False
 
@@ -39,6 +42,13 @@ def start_device(announce: bool = True) -> torch.device:
 def shard_names() -> tuple[str, ...]:
     """The members of the aggregate device, e.g. ("cpu:0", "cpu:1")."""
     return tuple(torch.mgpu.mesh().shards)  # type: ignore[attr-defined]
+
+
+def run_layout(wanted: Any, reorder_decay: float) -> Any:
+    """How a run lays rows out on this mesh ("space" or "stripes"), by its options; rows that are never sorted have no stripes."""
+    from ns_mgpu_splat.partition.stripes import chosen_layout
+
+    return chosen_layout(wanted if reorder_decay > 0 else "space", kStepCameras, len(shard_names()))
 
 
 def synchronise() -> None:

@@ -73,7 +73,7 @@ class Run:
         if config.is_dir() and (config / "config.yml").is_file():
             config = config / "config.yml"
         run = open_run(config)
-        self.config, self.checkpoint = run.config, run.checkpoint
+        self.config, self.checkpoint, self.options = run.config, run.checkpoint, run.options
         self.state = checkpoint.read(run.checkpoint)
         pipeline = self.state["pipeline"]
         self.columns: dict[str, Tensor] = {
@@ -81,16 +81,36 @@ class Run:
             for name, column in kColumnOf.items()
         }
         start_device(announce=False)
+        self.layout = self._layout()
+        self.order = self._order()
         self.table = self._table()
+
+    def _layout(self) -> Any:
+        """How training would lay rows out on this mesh."""
+        from ns_mgpu_splat.nerfstudio.device import run_layout
+
+        model = self.options["pipeline"]
+        model = model.get("model") if isinstance(model, dict) else None
+        model = model if isinstance(model, dict) else {}
+        return run_layout(model.get("layout", "auto"), float(model.get("reorder_decay", 1.5)))
+
+    def _order(self) -> Any:
+        """What the checkpoint says of the order of its rows."""
+        from ns_mgpu_splat.partition.order import RowOrder
+
+        order = RowOrder(layout=self.layout)
+        strategy = self.state.get("strategy")
+        order.load_state_dict((strategy or {}).get("order") or {})
+        return order
 
     def _table(self) -> Any:
         """A table of the checkpoint's size with its means, dealt to the shards as training would begin with it."""
-        from ns_mgpu_splat.partition.placement import Placement
+        from ns_mgpu_splat.partition.placement import Placement, PlacementSettings
         from ns_mgpu_splat.splats.table import SplatTable
 
         table = SplatTable(self.rows, sh_degree=self.sh_degree, half=self.half)
         table.write_rows(0, {"means": self.columns["means"]})
-        Placement().update(table)
+        Placement(PlacementSettings(layout=self.layout)).update(table)
         return table
 
     @property
@@ -138,6 +158,7 @@ class Run:
             "bytes_per_gaussian": self._bytes(),
             "extent": self._extent(),
             **self._partition(),
+            "layout": self._layout_of_rows(),
             "shards": self.shards(),
             "trained_on": self.state.get("shards"),
         }
@@ -185,13 +206,39 @@ class Run:
             "not_finite": self.rows - found.finite_rows,
         }
 
+    def _layout_of_rows(self) -> dict[str, Any]:
+        """What a shard's rows are on this mesh, and whether training would have to sort the checkpoint's rows for that."""
+        from ns_mgpu_splat.partition.stripes import stripe_rows
+
+        stripes = self.layout == "stripes"
+        return {
+            "kind": self.layout,
+            "stripe_rows": stripe_rows(self.rows, len(self.table.homes)) if stripes else None,
+            "sorted_anew": self.order.begins_anew,
+        }
+
     def draw(self, path: Path) -> None:
         """Write the picture. Raises ValueError for a suffix that is no picture's, OSError if it cannot be written."""
         from ns_mgpu_splat.partition.picture import ShardLegend, draw, save
 
         legend = [ShardLegend(**shard) for shard in self.shards()]
         title = f"{self.config.parent.name or self.config}: {self.rows:,} Gaussians from above"
-        save(draw(self.columns["means"], self.columns["opacities"], self.table.homes, legend, title), path)
+        save(draw(*self._places(), self.table.homes, legend, title), path)
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Means and opacities in the order in which training would have the rows on this mesh."""
+        from ns_mgpu_splat.partition.stripes import stripe_rows
+        from ns_mgpu_splat.splats.table import SplatTable
+
+        means, opacities = self.columns["means"], self.columns["opacities"].reshape(-1)
+        if not self.order.begins_anew:
+            return means, opacities
+        table = SplatTable(self.rows, sh_degree=0)
+        table.write_rows(0, {"means": means, "opacities": opacities})
+        homes = self.table.homes
+        stripes = self.layout == "stripes"
+        table.reorder(deal=homes if stripes else (), stripe=stripe_rows(self.rows, len(homes)))
+        return table.means.detach().cpu(), table.opacities.detach().cpu()
 
 
 def text_of(info: dict[str, Any]) -> str:
@@ -232,6 +279,8 @@ def text_of(info: dict[str, Any]) -> str:
             f"{order['run_extent'] / 3:.3g} an axis",
         ),
     ]
+    if len(info["shards"]) > 1:
+        lines.append(("layout", _layout_text(info["layout"])))
     for shard in info["shards"]:
         memory = shard["pages"] * kPageBytes / 2**20
         text = f"{shard['rows']:,} Gaussians, {_count(shard['pages'], 'page')} ({memory:,.0f} MiB to render)"
@@ -242,6 +291,13 @@ def text_of(info: dict[str, Any]) -> str:
         lines.append(("picture", info["picture"]))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _layout_text(layout: dict[str, Any]) -> str:
+    text = "a piece of the scene each"
+    if layout["kind"] == "stripes":
+        text = f"stripes of {layout['stripe_rows']:,} Gaussians, dealt to the shards in turn"
+    return text + ("; training would sort the rows first" if layout["sorted_anew"] else "")
 
 
 def _count(number: int, thing: str) -> str:

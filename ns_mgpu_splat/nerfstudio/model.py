@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tyro.conf import Suppress
 
-from ns_mgpu_splat.nerfstudio.device import shard_memory, shard_names, start_device
+from ns_mgpu_splat.nerfstudio.device import run_layout, shard_memory, shard_names, start_device
 from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
@@ -109,6 +109,10 @@ class MgpuSplatModelConfig(FillsIn, SplatfactoModelConfig):
     multiplying. False leaves equal numbers of Gaussians on all shards, wherever these are in the scene."""
     placement_tolerance: float = 0.05
     """How far a shard's share may be off before pages move, in 0 to 0.5. Raise it if pages move in every round."""
+    layout: Literal["auto", "space", "stripes"] = "auto"
+    """On several shards: what lies on each. "stripes": stretches of neighbours go to the shards in turn, so that each has a part
+    of what any photograph shows. "space": a piece of the scene each, for less traffic over slow links. "auto" takes stripes, for
+    a step sees one photograph. Either trains to the same quality and can be resumed as the other."""
     ssim_lambda: float = 0.2
     """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]
@@ -184,6 +188,11 @@ class MgpuSplatModelConfig(FillsIn, SplatfactoModelConfig):
         if self.reorder_decay != 0 and not self.reorder_decay > 1:
             raise SystemExit(
                 f"mgpu-splat: --pipeline.model.reorder-decay is {self.reorder_decay}, it must be above 1, or 0 to never sort."
+            )
+        if self.layout == "stripes" and self.reorder_decay == 0:
+            raise SystemExit(
+                "mgpu-splat: --pipeline.model.layout stripes deals rows that are in order, and --pipeline.model.reorder-decay 0 "
+                "never sorts them. Leave one of the two out."
             )
         for option, value, wanted, fits in (
             ("refine-every", self.refine_every, "at least 1", self.refine_every >= 1),
@@ -359,14 +368,16 @@ class MgpuSplatModel(SplatfactoModel):
         self.optimizer = optimizer
         self.schedule_steps = schedule_steps
         config = self.config
+        layout = run_layout(config.layout, config.reorder_decay)
         if config.placement and len(shard_names()) > 1:
-            self.placement = Placement(PlacementSettings(config.placement_tolerance, config.refine_every))
+            settings = PlacementSettings(config.placement_tolerance, config.refine_every, layout=layout)
+            self.placement = Placement(settings)
         common: dict[str, Any] = {
             "placement": self.placement,
             "max_gaussians": self.cap,
             "refine_start": config.warmup_length,
             "refine_every": config.refine_every,
-            "order": RowOrder(config.reorder_decay) if config.reorder_decay > 0 else None,
+            "order": RowOrder(config.reorder_decay, layout) if config.reorder_decay > 0 else None,
             "seed": seed,
         }
         stop = config.stop_split_at
@@ -388,14 +399,20 @@ class MgpuSplatModel(SplatfactoModel):
 
     def place_rows(self) -> None:
         """Deal rows to the shards, as before the first step."""
+        if self.strategy is not None and self.strategy.order is not None:
+            self.strategy.order.begin(self.table, self.optimizer)
         if self.placement is not None:
             self.placement.update(self.table, self.optimizer)
 
     def grid_text(self) -> str:
         """A line for the log: the sparse grid in use, and its voxels at a size that suits these Gaussians."""
+        from ns_mgpu_splat.partition.stripes import stripe_rows
         from ns_mgpu_splat.partition.summary import summarise
 
         order = "kept in order of space" if self.config.reorder_decay > 0 else "left in any order"
+        if run_layout(self.config.layout, self.config.reorder_decay) == "stripes":
+            shards = len(shard_names())
+            order += f", in stripes of {stripe_rows(self.num_points, shards):,} over {shards} shards"
         return f"Sparse grid: {summarise(self.table.means)}. Gaussians are {order}."
 
     def get_training_callbacks(

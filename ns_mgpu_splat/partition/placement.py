@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement: which shard is home to which rows, so that every shard has as much to hold and to do.
 
-Rows are in an order of space, so a contiguous run of them is a piece of the scene. The sequence is cut into one run a
-shard, of equal expected cost: half of a row's cost is that it is there (memory, and the pass over all rows), half how
-often it is seen. So no shard has more than twice its share of the rows, and none more than twice its share of the work.
+The layout says what a shard's run of rows is. "space": rows are in an order of space, so a run is a piece of the scene, and
+what a camera sees is at home on few shards. The sequence is cut into one run a shard, of equal expected cost: half of a
+row's cost is that it is there (memory, and the pass over all rows), half how often it is seen. So no shard has more than
+twice its share of the rows, and none more than twice its share of the work. "stripes" (stripes.py): every run has a part
+of every region, so what a camera sees is at home on all shards, and equally many rows are equally much work.
 
 Hysteresis. A boundary stays where it is while the cost before it is within `tolerance` of what it should be; else it
 moves to where it is exactly right, so what is measured with an error below the tolerance never moves pages to and fro.
@@ -12,7 +14,8 @@ memory, must exceed the seconds that the pages take over the links. But a shard 
 (`crowded`) gives some away whatever it costs: where memory is full, the run ends.
 
 Boundaries are cut at rows where the widest column (`shN`) begins a page, if a shard has `align_pages` of these or more;
-in smaller tables at any row, because there a page is a large part of a shard. In the other columns, and in small tables,
+in smaller tables at any row, because there a page is a large part of a shard; of stripes at the nearest multiple of 256,
+so that neither cells nor runs of rows have some of two stretches. In the other columns, and in small tables,
 a boundary falls inside a page, which then lies on the shard whose row is in its middle: its neighbour reaches at most
 half of it over a link. `PlacementReport.misplaced_bytes` counts these bytes.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -36,7 +39,11 @@ PAGE_BYTES = 2 << 20
 SAMPLED_ROWS = 256
 """Rows of a piece that are looked at, evenly among them: a look costs the same for any table."""
 FEW_STEPS = 10  # fewer steps say little of how often a row is seen
+ALIGN_PAGES = 16
+UNIT_ROWS = 256
+"""Rows of a cell (cuda/splat/cells.h), and what homes and stretches of stripes are multiples of (cuda/splat/reorder.h)."""
 
+Layout = Literal["space", "stripes"]
 Floats = NDArray[np.float64]
 
 
@@ -48,7 +55,7 @@ class PlacementSettings:
     """Error of the cost before a boundary, as a share of one shard's cost, up to which it stays where it is."""
     horizon: int = 100
     """Steps until the next chance to move pages."""
-    align_pages: int = 16
+    align_pages: int = ALIGN_PAGES
     """Pages of the widest column that a shard has at least, for boundaries to lie at pages."""
     crowded: float = 1.5
     """Largest over mean number of rows of a shard above which pages move even where that saves no time."""
@@ -62,6 +69,8 @@ class PlacementSettings:
     """Bytes a second of a shard's memory."""
     page_speed: float = 4e10
     """Bytes a second at which pages change their shard, with the mapping."""
+    layout: Layout = "space"
+    """What a shard's run of rows is: a piece of the scene, or stripes of all of it. That of `RowOrder`, which sorts them."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.tolerance < 0.5:
@@ -115,18 +124,22 @@ def row_imbalance(homes: Sequence[tuple[int, int]]) -> float:
     return imbalance(np.array([end - begin for begin, end in homes], np.float64))
 
 
-def page_starts(rows: int, row_bytes: int, shards: int, align_pages: int) -> NDArray[np.int64] | None:
-    """First whole rows of the pages of a column; None if shards have fewer than `align_pages` of these, so any row will do."""
+def page_starts(
+    rows: int, row_bytes: int, shards: int, align_pages: int, unit: int = 1
+) -> NDArray[np.int64] | None:
+    """First whole rows of the pages of a column, or the multiples of `unit` nearest to these; None if shards have fewer than
+    `align_pages` of them, so any multiple will do."""
     pages = -(-rows * row_bytes // PAGE_BYTES)
     if row_bytes == 0 or pages < align_pages * shards:
         return None
-    return -(-np.arange(pages, dtype=np.int64) * PAGE_BYTES // row_bytes)
+    starts = -(-np.arange(pages, dtype=np.int64) * PAGE_BYTES // row_bytes)
+    return np.unique((starts + unit // 2) // unit * unit)
 
 
-def snapped(row: float, starts: NDArray[np.int64] | None, rows: int) -> int:
-    """The allowed boundary nearest to `row`."""
+def snapped(row: float, starts: NDArray[np.int64] | None, rows: int, unit: int = 1) -> int:
+    """The allowed boundary nearest to `row`: a multiple of `unit` or the end of the table, and one of `starts` if given."""
     if starts is None:
-        return min(rows, max(0, round(row)))
+        return min(rows, max(0, unit * round(row / unit)))
     after = int(np.searchsorted(starts, row))
     near = [int(starts[i]) for i in (after - 1, after) if 0 <= i < len(starts)] + [rows]
     return min(near, key=lambda start: abs(start - row))
@@ -137,6 +150,7 @@ def cut(
     shards: int,
     *,
     starts: NDArray[np.int64] | None = None,
+    unit: int = 1,
     before: Sequence[int] | None = None,
     tolerance: float = 0.0,
 ) -> list[tuple[int, int]]:
@@ -145,6 +159,7 @@ def cut(
     Args:
         costs: of all rows.
         starts: rows at which a run may begin; None: any.
+        unit: what boundaries that move are multiples of, without `starts`.
         before: (shards - 1,) boundaries so far; one stays if the cost before it is right within `tolerance` shares of a
             shard's cost.
     Returns: (begin, end) for each shard, ascending and without gaps; some are empty if there are few rows.
@@ -153,7 +168,7 @@ def cut(
     bounds = [0]
     for shard in range(1, shards):
         wanted = total * shard / shards
-        row = snapped(costs.row_at(wanted), starts, rows)
+        row = snapped(costs.row_at(wanted), starts, rows, unit)
         if before is not None:
             kept = min(before[shard - 1], rows)
             if abs(float(costs.before([kept])[0]) - wanted) <= tolerance * total / shards:
@@ -161,6 +176,19 @@ def cut(
         bounds.append(max(bounds[-1], row))
     bounds.append(rows)
     return list(pairwise(bounds))
+
+
+def row_bytes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes of a row of each."""
+    return [tensor.stride(0) * tensor.element_size() if tensor.numel() else 0 for tensor in tensors]
+
+
+def even_homes(
+    rows: int, shards: int, row_bytes: int = 0, align_pages: int = ALIGN_PAGES
+) -> list[tuple[int, int]]:
+    """Runs of equally many rows, a multiple of 256, near the pages of a column with `row_bytes` a row where shards have many."""
+    starts = page_starts(rows, row_bytes, shards, align_pages, UNIT_ROWS)
+    return cut(CostMap.from_blocks([rows], [0.0]), shards, starts=starts, unit=UNIT_ROWS)
 
 
 @dataclass(frozen=True)
@@ -219,18 +247,20 @@ class Placement:
         shards = shard_count()
         if shards < 2 or table.num_rows == 0:
             return self.report
-        costs = self.costs(table)
         rows, settings = table.num_rows, self.settings
-        widest = max(table.columns(), key=lambda column: column.stride(0) * column.element_size())
-        starts = page_starts(
-            rows, widest.stride(0) * widest.element_size(), shards, self.settings.align_pages
-        )
-        # rows may have been added since pages were dealt: what counts is where the pages are
-        kept = [end for _, end in table.placed[:-1]]
-        stay = cut(costs, shards, before=kept, tolerance=float("inf"))
-        homes = cut(costs, shards, starts=starts, before=kept, tolerance=settings.tolerance)
-        if not self._pays(table, optimizer, costs, stay, homes):
-            homes = stay
+        widest, striped = max(row_bytes_of(table.columns())), settings.layout == "stripes"
+        costs = CostMap.from_blocks([rows], [0.0]) if striped else self.costs(table)
+        if striped and not table.is_placed:
+            homes = even_homes(rows, shards, widest, settings.align_pages)
+        else:
+            # rows may have been added since pages were dealt: what counts is where the pages are
+            kept = [end for _, end in table.placed[:-1]]
+            unit = UNIT_ROWS if striped else 1
+            starts = page_starts(rows, widest, shards, settings.align_pages, unit)
+            stay = cut(costs, shards, before=kept, tolerance=float("inf"))
+            homes = cut(costs, shards, starts=starts, unit=unit, before=kept, tolerance=settings.tolerance)
+            if not self._pays(table, optimizer, costs, stay, homes):
+                homes = stay
         moved = table.place(homes, optimizer)  # also when nothing moves: rows may be new
         self.pages_moved += moved
         tensors = [*table.columns(), *([] if optimizer is None else optimizer.rows_of_all())]
@@ -280,9 +310,7 @@ class Placement:
             return True
         settings, rows = self.settings, table.num_rows
         tensors = [*table.columns(), *([] if optimizer is None else optimizer.rows_of_all())]
-        bytes_a_row = sum(
-            tensor.stride(0) * tensor.element_size() for tensor in tensors if tensor.numel() > 0
-        )
+        bytes_a_row = sum(row_bytes_of(tensors))
         moved_rows = sum(abs(a - b) for (_, a), (_, b) in zip(stay, homes, strict=True))
         seen = 0.0 if self._observed is None else float(self._observed[1].mean())
         step_bytes = rows * (settings.row_bytes + seen * settings.seen_bytes) / len(homes)

@@ -247,6 +247,12 @@ def _check_common(strategy: McmcStrategy | DefaultStrategy) -> None:
         raise ValueError(f"max_gaussians is {strategy.max_gaussians}, expected at least 1.")
     if strategy.refine_every < 1:
         raise ValueError(f"refine_every is {strategy.refine_every}, expected at least 1.")
+    order, placement = strategy.order, strategy.placement
+    if order is not None and placement is not None and order.layout != placement.settings.layout:
+        raise ValueError(
+            f'The order has layout "{order.layout}" and the placement "{placement.settings.layout}". Give both the same: '
+            "RowOrder(layout=...), PlacementSettings(layout=...)."
+        )
 
 
 def _check_cap(table: SplatTable, max_gaussians: int) -> None:

@@ -255,6 +255,11 @@ class SplatTable:
         no page."""
         return self.homes if self._placed is None else self._placed
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether `place` was called, since the table has the memory that it has."""
+        return self._placed is not None
+
     # ---- changing it
 
     def place(self, homes: Sequence[tuple[int, int]], optimizer: SplatAdam | None = None) -> int:
@@ -361,7 +366,13 @@ class SplatTable:
             optimizer.shrink(rows)
         return int(rows)
 
-    def reorder(self, optimizer: SplatAdam | None = None) -> None:
+    def reorder(
+        self,
+        optimizer: SplatAdam | None = None,
+        *,
+        deal: Sequence[tuple[int, int]] = (),
+        stripe: int = 0,
+    ) -> None:
         """Put rows that are close in space close in memory: in the order of their means along a Hilbert curve, in place.
 
         Any run of rows is then one region of space; the curve visits a voxel as a whole before the next, whatever the voxels'
@@ -374,6 +385,11 @@ class SplatTable:
 
         Args:
             optimizer: of this table, if it has one; it is flushed, and its state follows.
+            deal: (begin, end) of ranges of rows, ascending and without gaps, to which the sequence is dealt in stretches: the
+                first stretch to the first range, the second to the second, and so on in rounds. All but empty ranges begin at
+                multiples of 256 rows, and so does every stretch. `partition.stripes.deal` deals to the homes of a mesh.
+            stripe: rows of a stretch at most, but for the rounding.
+        Raises: ValueError for ranges that do not fit.
         """
         if optimizer is not None:
             optimizer.flush()
@@ -381,6 +397,8 @@ class SplatTable:
             self.columns(),
             None if optimizer is None else optimizer.state(),
             [] if optimizer is None else optimizer.other_rows(),
+            deal=[(int(begin), int(end)) for begin, end in deal],
+            stripe=int(stripe),
         )
 
     def resize(self, rows: int, *, capacity: int | None = None) -> None:

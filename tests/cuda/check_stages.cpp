@@ -1688,9 +1688,11 @@ int64_t rows_differ(const Table& table, const std::vector<int64_t>& from,
   return differ;
 }
 
-void check_reorder(int64_t rows, int64_t scratch_bytes) {
+// With `stripe`, dealt to three ranges of rows, the second of half the size, in stretches of that many.
+void check_reorder(int64_t rows, int64_t scratch_bytes, int64_t stripe = 0) {
   const std::string name = "[" + std::to_string(mesh().size()) + " shards, " + std::to_string(rows) +
-                           " rows, scratch " + std::to_string(scratch_bytes) + "] reorder";
+                           " rows, scratch " + std::to_string(scratch_bytes) + ", stripe " +
+                           std::to_string(stripe) + "] reorder";
   Table table = make_table(rows, 31, -3.f, true, 0, 5);
   for (int64_t row = 0; row + 7 < rows; row += 7)  // equal keys keep their order
     std::copy_n(&table.column[0][0], 3, &table.column[0][3 * row]);
@@ -1701,8 +1703,25 @@ void check_reorder(int64_t rows, int64_t scratch_bytes) {
   std::sort(order.begin(), order.end());
   std::vector<int64_t> from;
   for (const auto& [key, row] : order) from.push_back(row);
+  RowDeal deal;
+  if (stripe > 0) {
+    const int64_t first = rows * 2 / 5 / RowDeal::kUnit * RowDeal::kUnit, second = first + first / 512 * 256;
+    const std::vector<RowRange> ranges = {{0, first}, {first, second}, {second, rows}};
+    deal = row_deal(ranges, stripe, rows);
+    auto next = from.begin();  // round by round, a stretch a range
+    std::vector<int64_t> dealt(from.size());
+    for (int64_t round = 0; round < deal.rounds; ++round) {
+      for (const RowRange& range : ranges) {
+        const int64_t begin = deal.taken(range.size(), round), end = deal.taken(range.size(), round + 1);
+        std::copy_n(next, end - begin, dealt.begin() + range.begin + begin);
+        next += end - begin;
+      }
+    }
+    from = dealt;
+  }
   const AdamState state = table.device_state();
-  gather_rows(all_columns(table.device(), &state), hilbert_order(table.device()), scratch_bytes);
+  gather_rows(all_columns(table.device(), &state),
+              hilbert_order(table.device(), stripe > 0 ? &deal : nullptr), scratch_bytes);
   report(name, "rows differ", static_cast<double>(rows_differ(table, from, {})), 0);
 }
 
@@ -1942,6 +1961,7 @@ void check_small(const std::vector<std::string>& names) {
   check_loss_patches(61, 47, false, false, 0.f);
   check_relocation(2000);
   check_reorder(2000, kGatherScratch);
+  check_reorder(2000, kGatherScratch, 256);
   check_densify(2000, 100);
 }
 
@@ -1992,6 +2012,7 @@ void check_all(const std::vector<std::string>& names) {
   check_relocation(30000);
   for (const int64_t rows : {int64_t{1}, int64_t{17}, int64_t{30000}}) {
     check_reorder(rows, kGatherScratch);
+    check_reorder(rows, kGatherScratch, 300);
     check_reorder(rows, 100000);
     for (const int64_t room : {int64_t{0}, rows / 20, rows}) check_densify(rows, room);
   }

@@ -20,6 +20,7 @@ import ns_mgpu_splat
 from ns_mgpu_splat.nerfstudio import checkpoint, info
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 from ns_mgpu_splat.partition import picture
+from ns_mgpu_splat.partition.order import RowOrder
 from ns_mgpu_splat.partition.picture import ShardLegend, View, draw, nice_length, palette
 from ns_mgpu_splat.splats import SplatTable
 
@@ -115,6 +116,37 @@ def test_rows_in_order_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixt
     sorted_columns = {name: column.detach().cpu() for name, column in table.named_columns().items()}
     found = said(write_run(tmp_path, sorted_columns), capsys)
     assert found["order"]["out_of_order"] == 0
+
+
+@pytest.mark.parametrize("saved_in", ["stripes of this mesh", "stripes of another", "space"])
+def test_it_says_which_layout_and_draws_rows_where_training_would_have_them(
+    saved_in: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The picture's rows are those of a table that training deals, whatever the checkpoint's order was."""
+    table, order = SplatTable.from_columns(**columns(20_000, 0)), RowOrder()
+    shards = len(table.homes)
+    if saved_in != "space":
+        order = RowOrder(layout="stripes")
+    order.keep(table)
+    saved = order.state_dict()
+    if saved_in == "stripes of another":
+        saved["shards"] = shards + 1
+    values = {name: column.detach().cpu() for name, column in table.named_columns().items()}
+    config = write_run(tmp_path, values, strategy={"order": saved})
+    found = said(config, capsys)["layout"]
+    anew = saved_in != ("stripes of this mesh" if shards > 1 else "space")
+    assert found["sorted_anew"] == anew
+    assert found["kind"] == ("stripes" if shards > 1 else "space")
+    assert found["stripe_rows"] == (256 if shards > 1 else None)
+    assert info.main([str(config)]) == 0
+    lines = capsys.readouterr().out
+    assert ("stripes of 256 Gaussians, dealt to the shards in turn" in lines) == (shards > 1)
+    assert ("training would sort the rows first" in lines) == (anew and shards > 1)
+    trained = RowOrder(layout=found["kind"])
+    trained.load_state_dict(saved)
+    trained.begin(table)
+    means, _ = info.Run(config)._places()
+    assert torch.equal(means, table.means.detach().cpu())
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Not a test: one city on the mesh of MGPU_DEVICES, through all that moves its rows (test_meshes.py).
 
-Usage: placement_probe.py OUT.pt ROWS WIDTH HEIGHT
+Usage: placement_probe.py OUT.pt ROWS WIDTH HEIGHT RANGES
 Writes images and gradients of an aerial and a street view: of unsorted rows in equal chunks, sorted and placed, refined,
-and after rows were dealt to shards unevenly; and the moments after a training step and more moves.
+and after rows were dealt to shards unevenly; then in stripes for so many ranges, and after these were refined and moved;
+and, sorted again, the moments after a training step and more moves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from city_scene import city_cameras, city_columns
 import ns_mgpu_splat
 from ns_mgpu_splat import SplatAdam, SplatTable, render, train_step
 from ns_mgpu_splat.data.city.town import build_town
-from ns_mgpu_splat.partition.placement import Placement, PlacementSettings
+from ns_mgpu_splat.partition.batches import visible_rows
+from ns_mgpu_splat.partition.placement import Placement, PlacementSettings, even_homes
+from ns_mgpu_splat.partition.stripes import deal, stripe_rows
 from ns_mgpu_splat.splats.densify import McmcStrategy
 
 LRS = {"means": 1e-4, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3}
@@ -58,7 +61,16 @@ def look(table: SplatTable, cameras: list[Any]) -> dict[str, Any]:
     }
 
 
-def main(out: str, rows: int, width: int, height: int) -> None:
+def dealt(table: SplatTable, adam: SplatAdam, ranges: int) -> None:
+    """Stripes for so many shards, on a mesh of any number: the same rows in the same places."""
+    if len(table.homes) == ranges:
+        deal(table, adam)
+    else:
+        homes = even_homes(table.num_rows, ranges, 16)
+        table.reorder(adam, deal=homes, stripe=stripe_rows(table.num_rows, ranges))
+
+
+def main(out: str, rows: int, width: int, height: int, ranges: int) -> None:
     """Look at the table in each of its states."""
     begin = time.perf_counter()
 
@@ -77,12 +89,13 @@ def main(out: str, rows: int, width: int, height: int) -> None:
     adam = SplatAdam(table, LRS, seed=3)
     placement = Placement(PlacementSettings(horizon=100_000_000))  # small moves pay, too
     strategy = McmcStrategy(
-        table.capacity, refine_start=0, refine_every=1, refine_stop=100, placement=placement
+        rows * 21 // 20, refine_start=0, refine_every=1, refine_stop=100, placement=placement
     )
-    result: dict[str, Any] = {"shards": shards, "homes": {}, "rows": {}, "moved": {}}
+    result: dict[str, Any] = {"shards": shards, "homes": {}, "rows": {}, "moved": {}, "seen rows": {}}
 
     def note(state: str) -> None:
         result[state] = look(table, cameras)
+        result["seen rows"][state] = visible_rows(table, cameras)
         result["homes"][state], result["rows"][state] = table.homes, table.num_rows
         result["moved"][state] = placement.pages_moved
         say(f"{state}: {table.num_rows:,} rows, homes {table.homes}")
@@ -95,6 +108,17 @@ def main(out: str, rows: int, width: int, height: int) -> None:
     note("densified")
     table.place(uneven(table.num_rows, shards), adam)
     note("moved")
+    dealt(table, adam, ranges)
+    note("striped")
+    with torch.no_grad():
+        table.opacities[::50] = -9.0
+    striped = Placement(PlacementSettings(layout="stripes"))
+    strategy.placement, strategy.max_gaussians = striped, table.capacity
+    result["refined stripes"] = strategy.post_step(table, adam, 3)
+    table.place(uneven(table.num_rows, shards), adam)
+    note("striped, refined and moved")
+    strategy.placement = placement
+    table.reorder(adam)
 
     targets = [torch.zeros(height, width, 3, dtype=torch.uint8, device=device) for _ in cameras]
     for _ in range(12):
@@ -120,4 +144,4 @@ def main(out: str, rows: int, width: int, height: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]))
+    main(sys.argv[1], *map(int, sys.argv[2:6]))

@@ -2,7 +2,8 @@
 """Where rows lie must not show: the city on one shard and on several, in every state that moves its rows.
 
 Each mesh is a process of its own (placement_probe.py); on the host the second one runs with the locality check, so a
-stage that took equal chunks for granted would end it. MGPU_PLACEMENT_TEST: "ROWS WIDTH HEIGHT SHARDS [SHARDS ...]".
+stage that took equal chunks for granted would end it. MGPU_PLACEMENT_TEST: "ROWS WIDTH HEIGHT SHARDS [SHARDS ...]";
+by default 8 shards belong to the slow tests.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ import torch
 import ns_mgpu_splat
 
 PROBE = Path(__file__).with_name("placement_probe.py")
-STATES = ("unsorted", "placed", "densified", "moved")
-ROWS, WIDTH, HEIGHT, *SHARDS = map(int, os.environ.get("MGPU_PLACEMENT_TEST", "200000 320 208 4").split())
+STATES = ("unsorted", "placed", "densified", "moved", "striped", "striped, refined and moved")
+SIZES = os.environ.get("MGPU_PLACEMENT_TEST", "200000 320 208 4 8")
+ROWS, WIDTH, HEIGHT, *SHARDS = map(int, SIZES.split())
+LATER = (
+    () if "MGPU_PLACEMENT_TEST" in os.environ else (pytest.mark.slow,)
+)  # of all numbers of shards but the first
 
 
 def mesh_of(shards: int) -> str:
@@ -30,12 +35,13 @@ def mesh_of(shards: int) -> str:
     return ",".join(["0"] * shards) if on_gpus else f"cpu:{shards}"
 
 
-def probe(out: Path, shards: int) -> dict[str, Any]:
+def probe(out: Path, shards: int, ranges: int) -> dict[str, Any]:
+    """What placement_probe.py writes on so many shards, with stripes for `ranges` of them."""
     devices = mesh_of(shards)
     settings = {**os.environ, "MGPU_DEVICES": devices}
     if devices.startswith("cpu") and shards > 1:
         settings["MGPU_CHECK_LOCALITY"] = "1"
-    command = [sys.executable, str(PROBE), str(out), str(ROWS), str(WIDTH), str(HEIGHT)]
+    command = [sys.executable, str(PROBE), str(out), str(ROWS), str(WIDTH), str(HEIGHT), str(ranges)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
     print(f"{devices}:\n{done.stdout}")
     assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout}{done.stderr[-2000:]}"
@@ -44,14 +50,21 @@ def probe(out: Path, shards: int) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=LATER if n != SHARDS[0] else ()) for n in SHARDS]
+)
+def shards(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return probe(tmp_path_factory.mktemp("one") / "one.pt", 1)
+def one(shards: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return probe(tmp_path_factory.mktemp("one") / "one.pt", 1, shards)
 
 
-@pytest.fixture(scope="module", params=SHARDS)
-def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return probe(tmp_path_factory.mktemp("several") / "several.pt", request.param)
+@pytest.fixture(scope="module")
+def several(shards: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return probe(tmp_path_factory.mktemp("several") / "several.pt", shards, shards)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -85,6 +98,8 @@ def test_rows_are_refined_alike(one: dict[str, Any], several: dict[str, Any]) ->
     assert one["refined"]["relocated"] == -(-ROWS // 50)
     assert one["rows"] == several["rows"]
     assert one["rows"]["densified"] > ROWS
+    assert one["refined stripes"] == several["refined stripes"]
+    assert one["refined stripes"]["added"] > 0
 
 
 def test_a_training_step_agrees(one: dict[str, Any], several: dict[str, Any]) -> None:
@@ -108,12 +123,13 @@ def test_homes_are_those_of_their_state(several: dict[str, Any]) -> None:
     for state, homes in several["homes"].items():
         assert [begin for begin, _ in homes[1:]] == [end for _, end in homes[:-1]]
         assert homes[0][0] == 0
-        assert homes[-1][1] == several["rows"].get(state, several["rows"]["moved"])
+        assert homes[-1][1] == several["rows"].get(state, several["rows"][STATES[-1]])
     for state in ("placed", "densified"):
         sizes = [end - begin for begin, end in several["homes"][state]]
         assert max(sizes) <= 1.11 * sum(sizes) / len(sizes)
     if several["shards"] > 2:
         assert several["homes"]["moved"][1][0] == several["homes"]["moved"][1][1]
+    assert all(begin % 256 == 0 for begin, _ in several["homes"]["striped"])
     assert several["report"]["row_imbalance"] <= 2.0 + 0.2
 
 
@@ -122,3 +138,14 @@ def test_trained_rows_cost_more_where_the_cameras_look(several: dict[str, Any]) 
     cost = torch.tensor(several["seen"])
     even = torch.linspace(0.0, 1.0, len(cost))
     assert float((cost - even).abs().max()) > 0.05
+
+
+def test_in_stripes_every_shard_sees_as_many_rows(several: dict[str, Any]) -> None:
+    """Of each of the two views; in pieces of space some shards see nearly nothing."""
+
+    def unevenness(state: str) -> float:
+        seen = several["seen rows"][state]
+        return float((seen.max(1) / seen.mean(1)).max())
+
+    assert unevenness("striped") < 1.25
+    assert unevenness("placed") > 1.5

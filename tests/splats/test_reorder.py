@@ -17,6 +17,7 @@ from twin_order import slow_order
 import ns_mgpu_splat
 from ns_mgpu_splat import SplatTable, render
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.partition.stripes import deal
 from ns_mgpu_splat.splats.densify import DefaultStrategy, McmcStrategy
 from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.statistics import RowStatistics
@@ -79,7 +80,7 @@ def test_a_column_that_does_not_fit_the_scratch_goes_in_slices() -> None:
         assert torch.equal(new, old[order])
 
 
-@pytest.mark.parametrize("work", ["reorder", "mcmc", "default"])
+@pytest.mark.parametrize("work", ["reorder", "deal", "mcmc", "default"])
 def test_no_more_than_one_column_is_there_twice(work: str) -> None:
     """At most one column's bytes are taken meanwhile, and lists of rows; the two widest alone would be half of all."""
     rows = 50_000
@@ -91,6 +92,8 @@ def test_no_more_than_one_column_is_there_twice(work: str) -> None:
     torch.mgpu.reset_peak_memory_stats()  # type: ignore[attr-defined]
     if work == "reorder":
         table.reorder(adam)
+    elif work == "deal":
+        deal(table, adam)
     elif work == "mcmc":
         McmcStrategy(rows, refine_start=0, refine_every=1).post_step(table, adam, 1)
     else:
@@ -248,6 +251,7 @@ table, adam = trained(random_columns(9_000, 5))
 table.reorder(adam)
 table.means.detach().neg_()
 native().reorder(table.columns(), adam.state(), adam.other_rows(), 60_000)  # in slices
+table.reorder(adam, deal=[(0, 2_560), (2_560, 7_680), (7_680, 9_000)], stripe=600)
 table.compact(torch.rand(9_000, generator=torch.Generator().manual_seed(1)) < 0.7, adam)
 torch.save(everything(table, adam), sys.argv[1])
 """
