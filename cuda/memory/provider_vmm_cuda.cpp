@@ -13,6 +13,9 @@
 #include <future>
 #include <map>
 #include <mutex>
+#include <new>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -120,6 +123,7 @@ class VmmProvider final : public PageProvider {
     host_.make_way();
     wait_for_gpus();
     std::lock_guard<std::mutex> lock(mutex_);
+    make_copy_streams();
     const auto arrived = [&](const Stretch& done) {
       const int64_t first = (done.begin - static_cast<char*>(at)) / kPageBytes;
       const int64_t last = first + static_cast<int64_t>(done.gpu.size());
@@ -231,7 +235,7 @@ class VmmProvider final : public PageProvider {
     };
     try {
       Maker maker(*this, cut(stretch.gpu));
-      Copies copies;
+      Copies copies(copy_streams_);
       for (size_t part = 0; part < maker.count(); ++part) {
         parts.push_back(maker.next());
         char* const to = aside + mapped;
@@ -321,27 +325,54 @@ class VmmProvider final : public PageProvider {
     std::thread thread_;
   };
 
+  // The streams that pages are copied on, some a GPU. Made before any memory for pages is, because a stream
+  // takes some of the GPU's too; kept.
+  void make_copy_streams() {
+    for (const int gpu : mesh_gpus()) {
+      for (int turn = 0; turn < kCopyStreams; ++turn) {
+        const auto key = std::make_pair(gpu, turn);
+        if (copy_streams_.count(key)) continue;
+        DeviceGuard guard(gpu);
+        cudaStream_t stream = nullptr;
+        or_out_of_memory(gpu, [&] { CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)); });
+        copy_streams_.emplace(key, stream);
+      }
+    }
+  }
+
+  // The driver's own need of memory, in words; move() then tries with less.
+  template <typename F>
+  static void or_out_of_memory(int gpu, F call) {
+    try {
+      call();
+    } catch (const std::bad_alloc&) {
+      throw OutOfMemory("mgpu could not move pages: cuda:" + std::to_string(gpu) +
+                        " has no memory left for the copy itself.");
+    }
+  }
+
   // Copies that run while the next memory is made, on streams of the GPU that they leave.
   class Copies {
    public:
-    ~Copies() {
-      for (const auto& [gpu, stream] : streams_) {
-        cudaStreamSynchronize(stream);  // nobody takes memory away under a copy
-        cudaStreamDestroy(stream);
-      }
+    explicit Copies(const std::map<std::pair<int, int>, cudaStream_t>& streams) : streams_(streams) {}
+    ~Copies() {  // nobody takes memory away under a copy
+      for (const cudaStream_t stream : used_) cudaStreamSynchronize(stream);
     }
     void start(void* to, const void* from, int64_t bytes, int gpu) {
       DeviceGuard guard(gpu);
-      cudaStream_t& stream = streams_[{gpu, turn_++ % kCopyStreams}];
-      if (!stream) CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-      CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
+      const cudaStream_t stream = streams_.at({gpu, turn_++ % kCopyStreams});
+      used_.insert(stream);
+      or_out_of_memory(gpu, [&] {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
+      });
     }
     void wait() {
-      for (const auto& [gpu, stream] : streams_) CUDA_CHECK(cudaStreamSynchronize(stream));
+      for (const cudaStream_t stream : used_) CUDA_CHECK(cudaStreamSynchronize(stream));
     }
 
    private:
-    std::map<std::pair<int, int>, cudaStream_t> streams_;  // by GPU and turn
+    const std::map<std::pair<int, int>, cudaStream_t>& streams_;  // by GPU and turn
+    std::set<cudaStream_t> used_;
     int turn_ = 0;
   };
 
@@ -371,6 +402,7 @@ class VmmProvider final : public PageProvider {
 
   std::mutex mutex_;
   Extents extents_;
+  std::map<std::pair<int, int>, cudaStream_t> copy_streams_;
   char* scratch_ = nullptr;
   int64_t scratch_pages_ = 0;
   HostSpare host_;
