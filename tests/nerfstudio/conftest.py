@@ -15,14 +15,44 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import scene
 from lives import Lives
-from nerfstudio_tools import command, environment, register_from_checkout, train_many
+from nerfstudio_tools import command, environment, forked, register_from_checkout, run_forked, train_many
 
 register_from_checkout()
 
 
+Tool = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """The process that forks commands goes with the session."""
+    with forked():
+        yield
+
+
+def finished(
+    done: subprocess.CompletedProcess[str], tool: str, check: bool
+) -> subprocess.CompletedProcess[str]:
+    if check and done.returncode != 0:
+        pytest.fail(f"{tool} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return done
+
+
 @pytest.fixture
-def run_tool(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a Nerfstudio tool to its end; `check=False` to look at a failure."""
+def run_tool(tmp_path: Path) -> Tool:
+    """Run a Nerfstudio tool to its end, in a fork of a process that has it imported; `check=False` to look at a failure."""
+
+    def run(
+        tool: str, *arguments: object, check: bool = True, timeout: float = 180, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return finished(run_forked(tool, list(map(str, arguments)), tmp_path, timeout, **env), tool, check)
+
+    return run
+
+
+@pytest.fixture
+def run_command(tmp_path: Path) -> Tool:
+    """Run a Nerfstudio tool as a user does, in an interpreter of its own: ten seconds more."""
 
     def run(
         tool: str, *arguments: object, check: bool = True, timeout: float = 180, **env: str
@@ -36,9 +66,7 @@ def run_tool(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             timeout=timeout,
         )
-        if check and done.returncode != 0:
-            pytest.fail(f"{tool} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-        return done
+        return finished(done, tool, check)
 
     return run
 
@@ -65,10 +93,9 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """Runs on one host shard that begin within a second, one after the other."""
-    with Lives(tmp_path_factory.mktemp("lives"), environment()) as lives:
-        yield lives
+    return Lives(tmp_path_factory.mktemp("lives"), forked())
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run several `ns-train` command lines one after the other in one process: importing Nerfstudio takes ten seconds.
+"""Run several `ns-train` command lines one after the other in one process.
 
-Usage: driver.py '[["mgpu-splat", "--data", ...], ...]'. The last line of output is a JSON list of
-{"code", "text", "losses"}: exit code, message, the loss of each step.
+`drive([["mgpu-splat", "--data", ...], ...])`: the last line of output is a JSON list of {"code", "text", "losses"}: exit
+code, message, the loss of each step.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 
 import tyro
 from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
+from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.scripts.train import main
 from nerfstudio.utils import writer
 
@@ -32,13 +32,18 @@ def recorded(self: MgpuSplatTrainer, step: int):
 MgpuSplatTrainer.train_iteration = recorded  # type: ignore[method-assign]
 
 
+def parse(arguments: list[str]) -> TrainerConfig:
+    """The configuration that `ns-train` makes of a command line."""
+    return tyro.cli(AnnotatedBaseConfigUnion, args=arguments)
+
+
 def run(arguments: list[str]) -> dict[str, object]:
     """One command line; the exit code is what the interpreter would make of what was raised."""
     writer.EVENT_WRITERS.clear()
     writer.EVENT_STORAGE.clear()
     LOSSES.clear()
     try:
-        main(tyro.cli(AnnotatedBaseConfigUnion, args=arguments))
+        main(parse(arguments))
     except SystemExit as end:
         code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
         return {"code": code, "text": str(end.code), "losses": list(LOSSES)}
@@ -47,9 +52,10 @@ def run(arguments: list[str]) -> dict[str, object]:
     return {"code": 0, "text": "", "losses": list(LOSSES)}
 
 
-if __name__ == "__main__":
+def drive(lines: list[list[str]]) -> None:
+    """Run them and print the results."""
     results = []
-    for arguments in json.loads(sys.argv[1]):
+    for arguments in lines:
         print("\n@@ run", flush=True)  # train_many cuts the output here
         results.append(run(arguments))
     print("\n@@ run")

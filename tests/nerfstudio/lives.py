@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of `ns-train` that can be killed and begun again quickly: importing Nerfstudio takes ten seconds, a fork does not.
+"""Runs of `ns-train` that can be killed and begun again quickly, as forks (forked.py), and in which a thing goes wrong.
 
-As a module: `Lives`, for tests. As a program: the process that has imported everything; it reads a JSON line
-{"arguments", "steps", "output"} for each life, forks, answers with the child's process number, and with its wait status
-once it has ended. The child appends the number of each step that it has finished to the file `steps`. An argument
-"fault:KIND:NUMBER" is no option of ns-train, but says what goes wrong (`break_something`).
+The child appends the number of each step that it has finished to the file `steps`. An argument "fault:KIND:NUMBER" is no
+option of ns-train, but says what goes wrong (`break_something`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from forked import DEFAULTS, Forked, Hung
 
 SECONDS = 120  # a life that says nothing for so long hangs
 
@@ -36,73 +35,59 @@ class Life:
         text = self.steps_file.read_text() if self.steps_file.exists() else ""
         return [int(line) for line in text.split("\n")[:-1]]
 
+    def wait_for(self, what: Callable[[], bool], pause: float = 0.01) -> None:
+        """Wait until something is so, looking every `pause` seconds; the test fails where that does not come."""
+        deadline = time.monotonic() + SECONDS
+        while not what():
+            assert Path("/proc", str(self.pid)).exists(), f"it has ended\n{self.output.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"waited in vain\n{self.output.read_text()[-3000:]}"
+            time.sleep(pause)
+
     def wait_for_step(self) -> None:
         """Wait until it has finished its first step."""
-        deadline = time.monotonic() + SECONDS
-        while not self.steps_file.exists() or self.steps_file.stat().st_size == 0:
-            assert Path("/proc", str(self.pid)).exists(), self.output.read_text()[-3000:]
-            assert time.monotonic() < deadline, self.output.read_text()[-3000:]
-            time.sleep(0.01)
+        self.wait_for(lambda: self.steps_file.exists() and self.steps_file.stat().st_size > 0)
+
+    def wait_for_words(self, words: str) -> None:
+        """Wait until it has said this."""
+        self.wait_for(lambda: words in self.output.read_text())
 
 
 class Lives:
-    """Starts runs one after the other. Use as a context manager."""
+    """Starts runs one after the other, on one host shard."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.folder, self.environment, self.count = folder, environment, 0
-        self.living: Life | None = None
-
-    def __enter__(self) -> Lives:
-        self.parent = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=self.environment,
-            cwd=self.folder,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self.parent.kill()
-        self.parent.wait()
+    def __init__(self, folder: Path, forked: Forked) -> None:
+        self.folder, self.forked, self.count = folder, forked, 0
 
     def begin(self, arguments: list[object]) -> Life:
-        """Start `ns-train` with these arguments; a life that a failed test has left is ended first."""
-        self.stop()
+        """Start `ns-train` with these arguments."""
         self.count += 1
         steps, output = (self.folder / f"life-{self.count}.{kind}" for kind in ("steps", "log"))
         output.touch()
-        line = {"arguments": [str(a) for a in arguments], "steps": str(steps), "output": str(output)}
-        assert self.parent.stdin is not None
-        assert self.parent.stdout is not None
-        self.parent.stdin.write(json.dumps(line) + "\n")
-        self.parent.stdin.flush()
-        self.living = Life(int(self.parent.stdout.readline()), steps, output)
+        order = {
+            "kind": "life",
+            "words": [str(a) for a in arguments],
+            "steps": str(steps),
+            "cwd": str(self.folder),
+            "env": {**os.environ, **DEFAULTS},
+        }
+        self.living = Life(self.forked.start(order, output), steps, output)
         return self.living
 
     def end(self) -> int:
         """Wait for the life that was begun: its exit code, negative for a signal."""
-        assert self.parent.stdout is not None
-        status = os.waitstatus_to_exitcode(int(self.parent.stdout.readline()))
-        self.living = None
-        return status
-
-    def stop(self) -> None:
-        """End what still lives."""
-        if self.living is not None:
-            os.kill(self.living.pid, signal.SIGKILL)
-            self.end()
+        try:
+            return self.forked.wait(SECONDS)
+        except Hung as hung:
+            raise Hung(f"{hung}\n{self.living.output.read_text()[-9000:]}") from None
 
 
-def live(line: dict) -> None:
-    """In the child: run, and leave without what the parent has registered to do at its end."""
-    output = os.open(line["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    steps = os.open(line["steps"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def live(order: dict[str, Any]) -> None:
+    """In the child: run, and leave at once, without the interpreter's end."""
+    from driver import run
+
+    from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
+
+    steps = os.open(order["steps"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     iteration = MgpuSplatTrainer.train_iteration
 
     def counted(self: MgpuSplatTrainer, step: int):
@@ -111,8 +96,8 @@ def live(line: dict) -> None:
         return result
 
     MgpuSplatTrainer.train_iteration = counted  # type: ignore[method-assign]
-    arguments = [a for a in line["arguments"] if not a.startswith("fault:")]
-    for fault in set(line["arguments"]) - set(arguments):
+    arguments = [a for a in order["words"] if not a.startswith("fault:")]
+    for fault in set(order["words"]) - set(arguments):
         _, kind, number = fault.split(":")
         break_something(kind, int(number))
     sys.argv = ["ns-train", *arguments]
@@ -128,6 +113,14 @@ def live(line: dict) -> None:
 
 def break_something(kind: str, number: int) -> None:
     """Let a thing go wrong: in step `number`, or with `number` bytes of free disk."""
+    import torch
+
+    from ns_mgpu_splat.data.images import ImageError
+    from ns_mgpu_splat.nerfstudio import checkpoint
+    from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
+    from ns_mgpu_splat.nerfstudio.steps import StepResult
+    from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
+
     if kind == "free":
         checkpoint.shutil.disk_usage = lambda _: type("usage", (), {"free": number})  # type: ignore[assignment]
         return
@@ -165,6 +158,7 @@ def break_something(kind: str, number: int) -> None:
                     table.means[:: 2 if kind == "half-bad" else 1] = math.nan
                     table.cells.forget()
             if kind == "sleep":
+                print("the step sleeps", flush=True)
                 time.sleep(600)
             if kind == "device":  # all that follows fails, too
                 self.optimizers.flush = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
@@ -172,25 +166,3 @@ def break_something(kind: str, number: int) -> None:
         return iteration(self, step)
 
     MgpuSplatTrainer.train_iteration = broken  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    # what libraries print while they are imported is no answer: Nerfstudio says which methods it finds in its variables
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    import torch
-    from driver import run
-
-    from ns_mgpu_splat.data.images import ImageError
-    from ns_mgpu_splat.nerfstudio import checkpoint
-    from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
-    from ns_mgpu_splat.nerfstudio.steps import StepResult
-    from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
-
-    for text in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            live(json.loads(text))
-        print(child, file=answers, flush=True)
-        print(os.waitpid(child, 0)[1], file=answers, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Nerfstudio's commands as a user would, in processes of their own."""
+"""Run Nerfstudio's commands: as a user would, each a new interpreter, or in forks of one that has imported everything."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import DEFAULTS, ENTRY, Forked, Hung
 
 import ns_mgpu_splat
 
 STAND_INS = Path(ns_mgpu_splat.__file__).parent / "nerfstudio" / "without_mesh_tools"
-ENTRY = {
-    "ns-train": "nerfstudio.scripts.train",
-    "ns-eval": "nerfstudio.scripts.eval",
-    "ns-render": "nerfstudio.scripts.render",
-    "ns-export": "nerfstudio.scripts.exporter",
-    "ns-viewer": "nerfstudio.scripts.viewer.run_viewer",
-}
 
 
 def command(tool: str, *arguments: object) -> list[str]:
@@ -33,10 +29,10 @@ def command(tool: str, *arguments: object) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment for a tool: one host shard unless said otherwise, wide lines, stand-ins for mesh tools that lack."""
+    """The environment for a new interpreter: DEFAULTS, changes, and stand-ins for mesh tools that lack."""
     paths = [os.environ.get("PYTHONPATH", ""), *([str(STAND_INS)] if mesh_tools_are_missing() else [])]
     path = os.pathsep.join(filter(None, paths))
-    return {**os.environ, "PYTHONPATH": path, "MGPU_DEVICES": "cpu:1", "COLUMNS": "200", **changes}
+    return {**os.environ, "PYTHONPATH": path, **DEFAULTS, **changes}
 
 
 def register_from_checkout() -> None:
@@ -59,20 +55,33 @@ def mesh_tools_are_missing() -> bool:
     return done.stdout.strip().splitlines()[-1] != "()"
 
 
+@functools.cache
+def forked() -> Forked:
+    """The process that forks, of this session; conftest.py ends it."""
+    return Forked({**os.environ, **DEFAULTS})
+
+
+def run_forked(
+    kind: str, words: list[Any], folder: Path, timeout: float = 180, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run an order (forked.py) to its end in `folder`; what it has said is in the result."""
+    order = {"kind": kind, "words": words, "cwd": str(folder), "env": {**os.environ, **DEFAULTS, **env}}
+    with tempfile.TemporaryDirectory() as said:
+        output, errors = Path(said) / "stdout", Path(said) / "stderr"
+        try:
+            forked().start(order, output, errors)
+            code = forked().wait(timeout)
+        except Hung as hung:
+            pytest.fail(f"{kind} {words}: {hung}\n{output.read_text()[-4000:]}\n{errors.read_text()[-8000:]}")
+        return subprocess.CompletedProcess([kind, *words], code, output.read_text(), errors.read_text())
+
+
 def train_many(runs: list[list[object]], folder: Path, timeout: float = 300, **env: str) -> list[dict]:
     """Run `ns-train mgpu-splat ...` command lines in one process; results as of driver.py, with "said", what a run
     printed, and "out", what all of them did."""
     common = ["--vis", "tensorboard", "--viewer.quit-on-train-completion", "True", "--output-dir", folder]
     lines = [["mgpu-splat", *map(str, common), *map(str, run)] for run in runs]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "driver.py"), json.dumps(lines)],
-        cwd=folder,
-        env=environment(**env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    done = run_forked("driver", lines, folder, timeout, **env)
     if done.returncode != 0:
         pytest.fail(f"the driver ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     said = done.stdout.split("\n@@ run\n")[1:-1]

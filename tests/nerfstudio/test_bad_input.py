@@ -279,10 +279,10 @@ def test_skipping_bad_images_leaves_them_out_and_says_so(
     assert "view_001.png" in capsys.readouterr().out
 
 
-def test_command_line_ends_with_code_1_and_the_sentence(run_tool: Callable, tmp_path: Path) -> None:
+def test_command_line_ends_with_code_1_and_the_sentence(run_command: Callable, tmp_path: Path) -> None:
     scene.write_nerfstudio(tmp_path / "with space", images=3)
     missing_image(tmp_path / "with space")
-    done = run_tool("ns-train", "mgpu-splat", "--data", tmp_path / "with space", check=False)
+    done = run_command("ns-train", "mgpu-splat", "--data", tmp_path / "with space", check=False)
     assert done.returncode == 1
     assert "images/view_001.png is missing" in done.stderr
     assert "Traceback" not in done.stderr

@@ -41,10 +41,7 @@ def kill_somewhere(life: Life, folder: Path, dice: random.Random) -> str:
         if kind == "training":
             time.sleep(dice.uniform(0, 0.6))
         else:
-            deadline = time.monotonic() + 60
-            while not any(folder.glob(f".step-*.{life.pid}")):
-                assert time.monotonic() < deadline, life.output.read_text()[-3000:]
-                time.sleep(0.0005)
+            life.wait_for(lambda: any(folder.glob(f".step-*.{life.pid}")), pause=0.0005)
             time.sleep(dice.uniform(0, 0.03))
     os.kill(life.pid, signal.SIGKILL)
     return kind

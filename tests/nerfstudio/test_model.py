@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import scene
 import torch
-from nerfstudio_tools import environment
+from nerfstudio_tools import run_forked
 
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 from ns_mgpu_splat.nerfstudio.model import GaussParams, MgpuSplatModel, MgpuSplatModelConfig, view_matrix
@@ -220,13 +218,8 @@ def test_a_training_step_has_no_fallback_and_no_n_sized_work_on_one_shard(
     With the locality check, a stage that touches another shard's rows would end the process with code 86.
     """
     made = scene.write_nerfstudio(tmp_path, images=4, points=20_000)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "step_stats.py"), str(made.root)],
-        env=environment(MGPU_DEVICES="cpu:3", MGPU_SHARD_THRESHOLD="10000", MGPU_CHECK_LOCALITY=locality),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    changes = {"MGPU_DEVICES": "cpu:3", "MGPU_SHARD_THRESHOLD": "10000", "MGPU_CHECK_LOCALITY": locality}
+    done = run_forked("step_stats", [str(made.root)], tmp_path, **changes)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["rows"] == 20_000

@@ -118,8 +118,8 @@ def end_of_opening(config: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
     return ""
 
 
-def test_a_tool_says_it_and_shows_no_traceback(run_tool: Callable, tmp_path: Path) -> None:
-    done = run_tool("ns-eval", "--load-config=none.yml", check=False)
+def test_a_tool_says_it_and_shows_no_traceback(run_command: Callable, tmp_path: Path) -> None:
+    done = run_command("ns-eval", "--load-config=none.yml", check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "ns-eval: none.yml cannot be read: No such file or directory. ns-train says where it writes a run's config.yml."

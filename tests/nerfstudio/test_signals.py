@@ -83,18 +83,15 @@ def test_a_terminal_that_goes_away_costs_no_step(lives: Lives, town: scene.Scene
 def test_a_second_signal_ends_at_once(lives: Lives, town: scene.Scene, tmp_path: Path) -> None:
     """The step sleeps for ten minutes: nothing that waits for its end could answer."""
     life = lives.begin([*options(town, tmp_path), "fault:sleep:2"])
-    life.wait_for_step()
-    while len(life.steps()) < 2:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    life.wait_for_words("the step sleeps")
     os.kill(life.pid, signal.SIGINT)
+    life.wait_for_words("Once more stops at once")
     time.sleep(0.3)
     assert Path("/proc", str(life.pid)).exists(), "the first one waits for the step"
     began = time.monotonic()
     os.kill(life.pid, signal.SIGTERM)
     assert lives.end() == -signal.SIGTERM
     assert time.monotonic() - began < 5
-    assert "Once more stops at once" in said(life)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +207,7 @@ def test_a_signal_is_answered_in_an_evaluation(lives: Lives, town: scene.Scene, 
     """An evaluation of many images is left between two of them; the step before it is saved."""
     all_images = ["--pipeline.datamanager.dataparser.eval-mode", "all", "--steps-per-eval-all-images", 3]
     life = lives.begin([*options(town, tmp_path, *all_images), "fault:evaluation:0"])
-    deadline = time.monotonic() + 120
-    while "evaluating" not in life.output.read_text():
-        assert time.monotonic() < deadline, said(life)
-        time.sleep(0.05)
+    life.wait_for_words("evaluating")
     os.kill(life.pid, signal.SIGTERM)
     assert lives.end() == 128 + signal.SIGTERM, said(life)
     assert "The evaluation was left." in said(life)
