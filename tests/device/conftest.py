@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """The registered device."""
     there = ns_mgpu_splat.init()
+    gc.collect()
+    gc.freeze()  # torch and its database of operators: half a second of each of `no_byte_is_left`'s collections
     if "MGPU_SHARD_THRESHOLD" not in os.environ:
         native().set_shard_threshold(1 << 20)  # the host's, so that the same operands are split on GPUs
     return there

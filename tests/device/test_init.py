@@ -57,6 +57,7 @@ def test_init_again_with_other_devices_says_so() -> None:
         ns_mgpu_splat.init("cpu:17")
 
 
+@pytest.mark.any_mesh
 def test_import_registers_nothing_and_loads_nothing() -> None:
     done = run(
         "import sys, torch, ns_mgpu_splat, ns_mgpu_splat.device\n"
@@ -67,6 +68,7 @@ def test_import_registers_nothing_and_loads_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.any_mesh
 def test_the_environment_names_the_mesh() -> None:
     code = "import ns_mgpu_splat, torch; ns_mgpu_splat.init(); print(torch.mgpu.mesh().shards)"
     done = run(code, MGPU_DEVICES="cpu:5")
@@ -76,6 +78,7 @@ def test_the_environment_names_the_mesh() -> None:
         assert done.stdout.strip() == "('cpu:0',)", done.stderr
 
 
+@pytest.mark.any_mesh
 def test_gpus_that_are_not_there_get_one_sentence() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
@@ -102,6 +105,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert [flag for flag in flags if "gencode" in flag] == ["-gencode=arch=compute_90,code=sm_90"]
 
 
+@pytest.mark.any_mesh
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -122,6 +126,7 @@ def test_a_bad_variable_is_named_and_nothing_is_registered(name: str, value: str
     assert words in done.stdout
 
 
+@pytest.mark.any_mesh
 def test_another_backend_in_the_same_place_is_named() -> None:
     done = run(
         "import torch, ns_mgpu_splat\ntorch.utils.rename_privateuse1_backend('npu')\nns_mgpu_splat.init('cpu:1')"

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.any_mesh
 PREPARE = """
 import threading, time, torch, ns_mgpu_splat
 from ns_mgpu_splat.device import native

@@ -13,6 +13,7 @@ import pytest
 
 from ns_mgpu_splat.device import build
 
+pytestmark = pytest.mark.any_mesh
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "tests/cuda/check_pages.cpp",

@@ -20,7 +20,7 @@ from PIL import Image
 from plyfile import PlyData
 from scipy.spatial import cKDTree
 
-from ns_mgpu_splat.nerfstudio import checkpoint
+from ns_mgpu_splat.nerfstudio import checkpoint, export_command
 from ns_mgpu_splat.nerfstudio.exporter import MESH_TOOLS, make_mesh_tools_optional
 
 
@@ -33,8 +33,8 @@ def column(state: dict, name: str) -> np.ndarray:
     return state["pipeline"][f"_model.gauss_params.{name}"].numpy()
 
 
-def test_ns_eval_measures_the_held_out_image(run_command: Callable, trained: Path, tmp_path: Path) -> None:
-    run_command(
+def test_ns_eval_measures_the_held_out_image(run_tool: Callable, trained: Path, tmp_path: Path) -> None:
+    run_tool(
         "ns-eval",
         "--load-config",
         trained,
@@ -225,29 +225,21 @@ def test_mgpu_splat_export_of_a_real_run(
 ) -> None:
     """Its own config.yml, in Nerfstudio's frame bit by bit, and in the world, where the capture's surfaces are."""
 
-    def run(output: Path, *options: str) -> str:
-        command = [
-            sys.executable,
-            "-m",
-            "ns_mgpu_splat.nerfstudio.export_command",
-            "--load-config",
-            str(trained),
-        ]
-        done = subprocess.run(
-            [*command, "--output", str(output), *options],
-            env=environment(MGPU_DEVICES="no device is needed"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
+    command = [sys.executable, "-m", "ns_mgpu_splat.nerfstudio.export_command", "--load-config", str(trained)]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "trained.ply")],
+        env=environment(MGPU_DEVICES="no device is needed"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
     means = column(trained_state, "means")
-    assert f"{len(means):,} splats" in run(tmp_path / "trained.ply")
+    assert f"{len(means):,} splats" in done.stdout
     vertex = PlyData.read(str(tmp_path / "trained.ply"))["vertex"].data
     assert np.array_equal(np.stack([vertex[n] for n in "xyz"], axis=1), means)
-    run(tmp_path / "world.ply", "--frame", "world", "--max-splats", "500")
+    world_frame = ["--output", str(tmp_path / "world.ply"), "--frame", "world", "--max-splats", "500"]
+    assert export_command.main(["--load-config", str(trained), *world_frame]) == 0
     vertex = PlyData.read(str(tmp_path / "world.ply"))["vertex"].data
     world = np.stack([vertex[n] for n in "xyz"], axis=1)
     assert len(world) == 500

@@ -32,6 +32,7 @@ def places(tiles_x: int, tiles_y: int) -> NDArray[np.int64]:
     return np.stack([tiles % tiles_x, tiles // tiles_x], 1)
 
 
+@pytest.mark.any_mesh
 @given(st.integers(1, 70), st.integers(1, 70))
 @settings(max_examples=150, deadline=None)
 def test_curve_visits_every_tile_once_and_steps_to_neighbours(tiles_x: int, tiles_y: int) -> None:
@@ -110,6 +111,7 @@ counted = st.integers(1, 9).flatmap(
 )
 
 
+@pytest.mark.any_mesh
 @given(counted)
 @settings(max_examples=300, deadline=None)
 def test_no_range_costs_more_than_a_tenth_over_the_mean_or_than_it_must(columns: list[list[int]]) -> None:
@@ -135,6 +137,7 @@ def random_counts(seed: int, shards: int, positions: int) -> tuple[NDArray[np.in
     return shares // SHARE * g.integers(1, 6) + g.integers(0, 9, shares.shape), shares
 
 
+@pytest.mark.any_mesh
 @pytest.mark.parametrize(("shards", "positions"), [(2, 12), (3, 10), (4, 8), (3, 2), (5, 3)])
 def test_choice_against_brute_force(shards: int, positions: int) -> None:
     """Cuts are the best for their owners, owners the best for their cuts; together they are near the best of all."""
@@ -163,6 +166,7 @@ def test_owners_follow_what_they_hold_and_not_their_number() -> None:
     assert owner == [1, 3, 0, 2]
 
 
+@pytest.mark.any_mesh
 @given(counted, st.integers(1, 9), st.integers(0, 8))
 @settings(max_examples=60, deadline=None)
 def test_runs_of_tiles_are_cut_as_their_tiles_would_be(
@@ -194,6 +198,7 @@ def test_nothing_to_see_is_cut_evenly() -> None:
     assert native().choose_ranges(np.zeros((3, 0), np.uint64))[0] == [0, 0, 0]
 
 
+@pytest.mark.any_mesh
 @given(
     st.integers(1, 6).flatmap(
         lambda n: st.lists(st.lists(st.integers(0, 50), min_size=n, max_size=n), min_size=n, max_size=n)
@@ -257,6 +262,7 @@ np.savez(sys.argv[1], **out)
 """
 
 
+@pytest.mark.any_mesh
 def test_images_are_bit_equal_whoever_owns_the_tiles(tmp_path: Path) -> None:
     """Also of one tile, of nothing, and on more shards than tiles. Gradients within 1e-4 of the largest."""
     reference: dict[str, NDArray[np.float32]] = {}
@@ -299,6 +305,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.any_mesh
 def test_load_is_even_over_a_city() -> None:
     """Largest cost of a shard over the mean, cpu:8, 200,000 Gaussians, aerial and street."""
     done = run_script(CITY_SCRIPT, MGPU_DEVICES="cpu:8")

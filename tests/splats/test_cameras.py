@@ -67,6 +67,7 @@ def test_records_and_gradients_match_the_twin(case: str, antialias: bool) -> Non
     assert bool(truth.visible[row].all())
 
 
+@pytest.mark.any_mesh
 @pytest.mark.parametrize("case", CASES)
 def test_the_twins_gradients_are_finite_differences(case: str) -> None:
     camera = scenes.in_double(twin_camera(case))
@@ -267,6 +268,7 @@ views = [twin_camera("fisheye k1..k4", 0, 130, 90), twin_camera("ortho", 1), sce
 """
 
 
+@pytest.mark.any_mesh
 def test_images_of_mixed_models_are_bit_equal_on_any_mesh(tmp_path: Path) -> None:
     reference = check_on_meshes(MESH_SCENE, tmp_path)
     assert all(reference[f"accumulation{i}"].max() > 0.5 for i in range(3))

@@ -308,6 +308,7 @@ def test_images_and_updates_are_the_same_bits() -> None:
         assert torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+@pytest.mark.any_mesh
 def test_all_of_this_on_three_shards_with_the_locality_check() -> None:
     if os.environ.get("MGPU_CELLS_NESTED"):
         pytest.skip("this is the run on three shards")

@@ -90,6 +90,7 @@ def flushed_bits(out: Path, devices: str) -> dict[str, Tensor]:
     return torch.load(out, weights_only=True)
 
 
+@pytest.mark.any_mesh
 def test_rounding_is_the_same_on_any_mesh(device: torch.device, tmp_path: Path) -> None:
     one, three = (flushed_bits(tmp_path / f"{n}.pt", mesh_of(n)) for n in (1, 3))
     for name in one:

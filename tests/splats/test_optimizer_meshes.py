@@ -15,6 +15,7 @@ from splat_scenes import mesh_of
 
 import ns_mgpu_splat
 
+pytestmark = pytest.mark.any_mesh
 PROBE = Path(__file__).with_name("train_probe.py")
 
 

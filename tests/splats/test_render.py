@@ -167,6 +167,7 @@ def check_on_meshes(scene: str, folder: Path) -> dict[str, np.ndarray]:
     return reference
 
 
+@pytest.mark.any_mesh
 def test_images_are_bit_equal_on_any_mesh_and_gradients_agree(tmp_path: Path) -> None:
     assert check_on_meshes(MESH_SCENE, tmp_path)["accumulation0"].max() > 0.5
 

@@ -257,6 +257,7 @@ torch.save(everything(table, adam), sys.argv[1])
 """
 
 
+@pytest.mark.any_mesh
 def test_the_order_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
     """With the locality check on three shards, in processes of their own."""
     results = []

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import pytest
 from test_render import run_script
+
+pytestmark = pytest.mark.any_mesh
 
 SCRIPT = """
 import sys
