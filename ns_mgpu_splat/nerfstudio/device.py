@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
-kStepCameras = 1  # photographs of a training step
-
 _announced = False
 
 
@@ -48,7 +46,7 @@ def run_layout(wanted: Any, reorder_decay: float) -> Any:
     """How a run lays rows out on this mesh ("space" or "stripes"), by its options; rows that are never sorted have no stripes."""
     from ns_mgpu_splat.partition.stripes import chosen_layout
 
-    return chosen_layout(wanted if reorder_decay > 0 else "space", kStepCameras, len(shard_names()))
+    return chosen_layout(wanted if reorder_decay > 0 else "space", len(shard_names()))
 
 
 def synchronise() -> None:

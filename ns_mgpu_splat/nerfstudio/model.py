@@ -111,8 +111,8 @@ class MgpuSplatModelConfig(FillsIn, SplatfactoModelConfig):
     """How far a shard's share may be off before pages move, in 0 to 0.5. Raise it if pages move in every round."""
     layout: Literal["auto", "space", "stripes"] = "auto"
     """On several shards: what lies on each. "stripes": stretches of neighbours go to the shards in turn, so that each has a part
-    of what any photograph shows. "space": a piece of the scene each, for less traffic over slow links. "auto" takes stripes, for
-    a step sees one photograph. Either trains to the same quality and can be resumed as the other."""
+    of what any photograph shows. "space": a piece of the scene each, for less traffic over slow links. "auto" takes
+    stripes. Either trains to the same quality and can be resumed as the other."""
     ssim_lambda: float = 0.2
     """Weight of D-SSIM against L1 in the loss, 0 to 1. Higher favours structure over exact colour."""
     background_color: Literal["auto", "random", "black", "white"] = "auto"  # type: ignore[assignment]

@@ -23,16 +23,14 @@ STRETCHES = 1024
 50 of each shard, which makes the shards alike within some 5 % (docs/benchmarks.md)."""
 
 
-def chosen_layout(wanted: Literal["auto"] | Layout, cameras: int, shards: int) -> Layout:
-    """The layout for steps of so many cameras: "auto" is stripes where these are fewer than shards, else pieces of space.
+def chosen_layout(wanted: Literal["auto"] | Layout, shards: int) -> Layout:
+    """The layout of a run: "auto" is stripes, which won with one camera a step and with one for each GPU (docs/benchmarks.md).
 
     On one shard there is nothing to deal: always "space".
     """
     if shards < 2:
         return "space"
-    if wanted == "auto":
-        return "stripes" if cameras < shards else "space"
-    return wanted
+    return "stripes" if wanted == "auto" else wanted
 
 
 def stripe_rows(rows: int, shards: int) -> int:
