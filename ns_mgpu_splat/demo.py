@@ -33,7 +33,19 @@ def _tool(name: str) -> str:
 def _run(*command: str | Path) -> None:
     words = [str(word) for word in command]
     print(f"\n$ {shlex.join([Path(words[0]).name, *words[1:]])}", flush=True)
-    subprocess.run(words, check=True)
+    interrupted = False
+    with subprocess.Popen(words) as process:
+        while process.returncode is None:
+            try:
+                process.wait()
+            except (
+                KeyboardInterrupt
+            ):  # the terminal told the command, too, which saves what it has before it ends
+                interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
 
 
 def _scores(config: Path, target: Path, *flags: str) -> list[dict]:
@@ -107,6 +119,10 @@ def main() -> None:
         sys.exit(
             f"demo: {Path(error.cmd[0]).name} ended with exit code {error.returncode}; its output above says why."
         )
+    except KeyboardInterrupt:
+        print("demo: stopped. What was trained is saved, and the lines above say how to go on; the demo itself starts anew.",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from ns_mgpu_splat.data.lens import Lens, Pinhole
 
 kColmapFolders = ("sparse/0", "sparse", "colmap/sparse/0", "colmap/sparse", ".")
 kSeedNames = ("sparse_pc.ply", "points3D.ply", "seed.ply")
+kGiveData = " Give the folder of a capture with --data."
 # COLMAP guesses gravity along +y; Nerfstudio's world has z up. The same turn as Nerfstudio's own COLMAP parser makes.
 kWorldFromColmap = np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0], [0, -1.0, 0, 0]])
 # What ns-process-data applied before it wrote `applied_transform` down.
@@ -164,7 +165,7 @@ def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
     """
     path = Path.cwd() if path == Path() else path
     if not path.exists():
-        raise DatasetError(f"{path} does not exist. Give the folder of a capture with --data.")
+        raise DatasetError(f"{path} does not exist.{kGiveData}")
     if not path.is_dir():
         if path.suffix != ".json" or not path.is_file():
             raise DatasetError(f"{path} is a file. Give the folder of a capture, or its transforms.json.")
@@ -181,7 +182,7 @@ def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
         ):
             return folder
     if not any(path.iterdir()):
-        raise DatasetError(f"{path} is an empty folder. Give the folder of a capture with --data.")
+        raise DatasetError(f"{path} is an empty folder.{kGiveData}")
     raise DatasetError(
         f"{path} has neither a transforms.json (Nerfstudio) nor a {candidates[0]}/cameras.bin (COLMAP): there are no "
         "cameras. Run `ns-process-data` or COLMAP on the photographs first."

@@ -33,6 +33,7 @@ from torch.nn import Parameter
 from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.cache import BoundedCache
+from ns_mgpu_splat.data.capture import kGiveData
 from ns_mgpu_splat.data.checks import DatasetError, Level
 from ns_mgpu_splat.data.depth import DepthSamples
 from ns_mgpu_splat.data.images import ImageError, ImageSource
@@ -267,7 +268,8 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             self.eval_dataset = self.create_eval_dataset()
         except DatasetError as error:
             moved = "" if test_mode == "val" else self._where_it_was()
-            raise SystemExit(f"mgpu-splat: {error}{moved}") from None
+            said = str(error).removesuffix(kGiveData) if moved else str(error)
+            raise SystemExit(f"mgpu-splat: {said}{moved}") from None
         self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
         self._feed: ImageFeed | None = None
         # how to get the measured depths of each training image, and those that were wanted already
@@ -281,11 +283,14 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         data = self.config.data
         if data is None or data.exists():
             return ""
-        where = "" if data.is_absolute() else f" (seen from {Path.cwd()})"
-        return (
-            f" That is where the photographs of this run were{where}: put them back, or leave a link there with `ln -s`. "
-            "mgpu-splat-export and mgpu-splat-info need none."
-        )
+        if data.is_absolute():
+            how = "That is where the photographs of this run were: put them back, or leave a link there with `ln -s`."
+        else:
+            how = (
+                f"That is where the photographs of this run were, seen from the folder in which it was started, and not from "
+                f"{Path.cwd()}: call this tool from there, or set `data` in the config.yml to the whole path."
+            )
+        return f" {how} mgpu-splat-export and mgpu-splat-info need none."
 
     def _workers(self) -> int:
         return self.config.max_thread_workers or min(kMostThreads, len(os.sched_getaffinity(0)))

@@ -30,8 +30,11 @@ def parser() -> argparse.ArgumentParser:
         "to how much of it on this machine (MGPU_DEVICES chooses the shards). No GPU is needed.",
         epilog="Lengths are in the frame that the model was trained in (z up); docs/partition.md says what the terms mean.",
     )
-    p.add_argument("config", metavar="CONFIG.yml", type=Path,
-                   help="config.yml of the run, as ns-train wrote it; its folder may have been moved")  # fmt: skip
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("config", metavar="CONFIG.yml", type=Path, nargs="?",
+                       help="config.yml of the run, as ns-train wrote it; its folder may have been moved")  # fmt: skip
+    which.add_argument("--load-config", metavar="CONFIG.yml", type=Path, dest="config_too",
+                       help="the same, as for the other tools")  # fmt: skip
     p.add_argument("--picture", metavar="FILE.png", type=Path,
                    help="also draw the scene from above, coloured by home shard")  # fmt: skip
     p.add_argument("--json", action="store_true", help="print JSON instead of lines for people")
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parser().parse_args(argv)
     try:
-        run = Run(args.config)
+        run = Run(args.config or args.config_too)
         info = run.describe()
         if args.picture is not None:
             run.draw(args.picture)

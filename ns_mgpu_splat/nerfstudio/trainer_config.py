@@ -62,8 +62,9 @@ class MgpuLoggingConfig(FillsIn, LoggingConfig):
     """Steps between two points of the curves in tensorboard, and between two lines of numbers at most."""
     max_buffer_size: int = 20
     """Steps over which the shown rates are means."""
-    profiler: Literal["none", "basic", "pytorch"] = "basic"
-    """Nerfstudio's own measurements of its functions, printed at the end; "pytorch" also writes traces of a few steps."""
+    profiler: Literal["none", "basic", "pytorch"] = "none"
+    """Nerfstudio's own measurements of its functions, "basic" to print them at the end; "pytorch" also writes traces of a few
+    steps."""
     local_writer: ProgressWriterConfig = field(default_factory=ProgressWriterConfig)
     """The line of numbers in the terminal."""
 
@@ -214,7 +215,11 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
         super().print_to_terminal()
 
     def save_config(self) -> None:
-        """As Nerfstudio's; an output folder that cannot be made or written ends in one sentence."""
+        """As Nerfstudio's, with the data's whole path, so that the run opens from any folder; an output folder that cannot be
+        made or written ends in one sentence."""
+        for part in (self, self.pipeline.datamanager, self.pipeline.datamanager.dataparser):
+            if part.data is not None:
+                part.data = part.data.absolute()
         named_by_time = self.__dict__.pop("_named_by_time", False)
         try:
             made = self._make_folder(named_by_time)

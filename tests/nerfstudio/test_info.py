@@ -172,7 +172,7 @@ def test_rows_that_are_not_finite_are_counted(tmp_path: Path, capsys: pytest.Cap
 
 def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path / "2026-11-30_171121", columns(20_000))
-    assert info.main([str(config.parent)]) == 0  # its folder will do
+    assert info.main(["--load-config", str(config.parent)]) == 0  # its folder will do
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("step ") and "7,000 of a schedule of 30,000" in line for line in lines)
     assert any("712 bytes a Gaussian: 236 to render, 476 to train; 13.6 MiB in all" in line for line in lines)

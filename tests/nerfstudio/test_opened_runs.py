@@ -89,8 +89,8 @@ def test_a_config_that_cannot_be_used_ends_in_one_sentence(
         words = "has no checkpoint"
     else:
         config = edited(trained, tmp_path / "run", pipeline__datamanager__data=Path("lost/town"))
-        words = "mgpu-splat: lost/town does not exist. Give the folder of a capture with --data. That is where the "
-        words += f"photographs of this run were (seen from {tmp_path})"
+        words = "mgpu-splat: lost/town does not exist. That is where the photographs of this run were, seen from the folder in "
+        words += f"which it was started, and not from {tmp_path}: call this tool from there"
     monkeypatch.chdir(tmp_path)
     said = end_of_opening(config, monkeypatch)
     assert said is not None, "a traceback"
