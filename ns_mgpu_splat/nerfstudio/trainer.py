@@ -234,6 +234,11 @@ class MgpuSplatTrainer(Trainer):
         """Say what was loaded; loading happened when the optimizers were made."""
         if self._loaded is None:
             CONSOLE.print("No checkpoint was asked for: training from the seed points.")
+            if checkpoint.checkpoints(self.checkpoint_dir):
+                CONSOLE.print(
+                    f"[bold yellow]{self.checkpoint_dir} holds checkpoints of an earlier run, which this one replaces. To keep "
+                    "them, stop now (Ctrl-C twice) and leave --timestamp out; to go on from them, add --load-dir with that folder."
+                )
             return
         state, self._loaded = self._loaded, None
         schedule = state.get("schedule_steps", self.config.schedule_steps)

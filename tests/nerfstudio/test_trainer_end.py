@@ -8,6 +8,7 @@ import copy
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -152,3 +153,14 @@ def test_ctrl_c_before_the_first_step_leaves_no_folder_and_no_traceback(
     assert ended.value.code == 130
     assert "nothing to save" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_says_that_it_replaces_the_checkpoints_of_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: Any = SimpleNamespace(_loaded=None, checkpoint_dir=tmp_path)  # all that it looks at
+    MgpuSplatTrainer._load_checkpoint(run)
+    assert "earlier run" not in capsys.readouterr().out
+    (tmp_path / "step-000000010.ckpt").touch()
+    MgpuSplatTrainer._load_checkpoint(run)
+    assert "holds checkpoints of an earlier run" in " ".join(capsys.readouterr().out.split())
