@@ -237,7 +237,8 @@ class MgpuSplatTrainer(Trainer):
             if checkpoint.checkpoints(self.checkpoint_dir):
                 CONSOLE.print(
                     f"[bold yellow]{self.checkpoint_dir} holds checkpoints of an earlier run, which this one replaces. To keep "
-                    "them, stop now (Ctrl-C twice) and leave --timestamp out; to go on from them, add --load-dir with that folder."
+                    "them, stop now (Ctrl-C twice) and leave --timestamp out; to go on from them, add --load-dir and that "
+                    "folder."
                 )
             return
         state, self._loaded = self._loaded, None
