@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-
 # A shell that starts a command in the background has it ignore Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
