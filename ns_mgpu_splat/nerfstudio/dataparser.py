@@ -45,6 +45,9 @@ from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 # Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
 # above, only headers and file endings are read.
 kDecodePixels = 2_000_000_000
+# Length of the mean of the viewing directions (unit vectors): above, all photographs look one way, and their up axes may
+# lie in the ground's plane; below, they look all round, and the mean says nothing.
+kOneWay, kAllRound = 0.9, 0.2
 
 
 @dataclass
@@ -62,9 +65,10 @@ class MgpuSplatDataParserConfig(FillsIn, DataParserConfig):
     """Multiply all camera positions by this, after scaling them automatically. Rarely needed."""
     scene_scale: float = 1.0
     """Half side of the scene box in units of the scaled world. Only the viewer's crop box starts from it."""
-    orientation_method: Literal["pca", "up", "vertical", "none"] = "up"
-    """How the world is turned upright: "up" averages the cameras' up axes, "vertical" suits cameras that all look one
-    way, "pca" aligns flat flights, "none" keeps the file's axes."""
+    orientation_method: Literal["pca", "up", "vertical", "down", "none"] = "up"
+    """How the world is turned upright: "up" averages the cameras' up axes. "down" is for surveys from the air, straight down
+    or oblique in all headings: the way the cameras look on average is down. "vertical" suits cameras that all look one way
+    at something upright, "pca" aligns flat flights, "none" keeps the file's axes."""
     center_method: Literal["poses", "focus", "none"] = "poses"
     """What becomes the origin: the mean camera, the point the cameras look at, or the file's own origin. Not "none"
     with georeferenced coordinates: float32 keeps half a metre of them."""
@@ -239,6 +243,8 @@ class MgpuSplatDataParser(DataParser):
                 f"{len(both):,} images are listed to be trained on and to be held out: what is measured on them tells nothing "
                 "about other views."
             )
+        if level != "none" and capture.orientation_override is None:
+            capture.notes += orientation_notes(camera_poses(capture.frames), config.orientation_method)
         for note in capture.notes:
             CONSOLE.print(f"[yellow]{escape(printable(note))}", highlight=False)
         self._capture = capture
@@ -269,12 +275,20 @@ class MgpuSplatDataParser(DataParser):
 
     def _world(self, frames: list[Frame], capture: Capture) -> tuple[np.ndarray, float]:
         """The (3, 4) transform from the frames' world to the model's, before scaling, and the scale."""
-        poses = np.stack([f.camera_to_world for f in frames])
+        poses = camera_poses(frames)
         method = capture.orientation_override or self.config.orientation_method
         # first to the mean in float64: georeferenced coordinates lose half a metre in float32
         offset = poses[:, :3, 3].mean(axis=0) if self.config.center_method != "none" else np.zeros(3)
         near = poses.copy()
         near[:, :3, 3] -= offset
+        turn = np.eye(3)  # what is turned here, in float64, before Nerfstudio's function
+        if method == "down":
+            against = mean_viewing_direction(poses) * -1.0
+            length = float(np.linalg.norm(against))
+            method = "up"
+            if length >= kAllRound:
+                method, turn = "none", rotation_to_z(against / length)
+                near[:, :3] = turn @ near[:, :3]
         oriented, transform = auto_orient_and_center_poses(
             torch.from_numpy(near.astype(np.float32)),
             method=method,  # type: ignore[arg-type]
@@ -285,7 +299,7 @@ class MgpuSplatDataParser(DataParser):
         u, _, vt = np.linalg.svd(matrix[:, :3])
         shift = np.linalg.solve(matrix[:, :3], matrix[:, 3])
         rotation = u @ vt
-        result = np.hstack([rotation, (rotation @ (shift - offset))[:, None]])
+        result = np.hstack([rotation @ turn, (rotation @ (shift - turn @ offset))[:, None]])
         scale = self.config.scale_factor
         if self.config.auto_scale_poses:
             largest = float(oriented[:, :3, 3].abs().max())
@@ -378,6 +392,41 @@ class WorldOutputs(DataparserOutputs):
     ) -> torch.Tensor:
         """Poses (N, 3, 4) of the model's world in the capture's, float64."""
         return super().transform_poses_to_original_space(poses.cpu().double(), camera_convention)
+
+
+def camera_poses(frames: list[Frame]) -> np.ndarray:
+    """Camera-to-world matrices (N, 4, 4) float64, OpenGL axes."""
+    return np.stack([f.camera_to_world for f in frames])
+
+
+def mean_viewing_direction(poses: np.ndarray) -> np.ndarray:
+    """Mean (3,) of the unit vectors along which cameras (N, 4, 4) look; its length is 1 where all look the same way."""
+    backward = poses[:, :3, 2]
+    return -(backward / np.linalg.norm(backward, axis=1, keepdims=True)).mean(axis=0)
+
+
+def rotation_to_z(up: np.ndarray) -> np.ndarray:
+    """The (3, 3) float64 rotation that brings a unit vector (3,) to (0, 0, 1); exact for -z, too."""
+    half_turn = np.diag([1.0, -1.0, -1.0]) if up[2] < 0 else np.eye(3)
+    x, y, z = half_turn @ up  # z is 0 or more: far from where the formula has no value
+    cross = np.array([[0, 0, -x], [0, 0, -y], [x, y, 0]])  # matrix of up x (0, 0, 1)
+    return (np.eye(3) + cross + cross @ cross / (1 + z)) @ half_turn
+
+
+def orientation_notes(poses: np.ndarray, method: str) -> list[str]:
+    """What to say before training about cameras (N, 4, 4) whose directions do not go with an orientation method."""
+    length = float(np.linalg.norm(mean_viewing_direction(poses)))
+    if method == "up" and len(poses) > 2 and length > kOneWay:
+        return [
+            "All photographs look the same way. If this is a survey from above and the scene stands on edge, begin a new run "
+            "with --pipeline.datamanager.dataparser.orientation-method down."
+        ]
+    if method == "down" and length < kAllRound:
+        return [
+            "The photographs look all round and none knows where down is: --pipeline.datamanager.dataparser.orientation-method "
+            'is "up" for this capture.'
+        ]
+    return []
 
 
 def from_original_world(transform: np.ndarray, capture: Capture) -> np.ndarray:

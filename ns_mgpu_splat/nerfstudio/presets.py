@@ -114,6 +114,11 @@ def _apply(config: Any, defaults: Any, options: dict[str, Any], path: Path, pref
         check()
 
 
+def option_may_be(holder: Any, name: str, value: Any) -> bool:
+    """Whether an option of a dataclass is declared so that it may have a value."""
+    return not isinstance(holder, dict) and _fits(value, _kind(holder, name))
+
+
 def _kind(holder: Any, name: str) -> Any:
     """The type that an option is declared with."""
     return Any if isinstance(holder, dict) else get_type_hints(type(holder)).get(name, Any)

@@ -11,6 +11,8 @@ from typing import Literal
 
 from nerfstudio.configs.base_config import LoggingConfig, MachineConfig, ViewerConfig
 from nerfstudio.engine.trainer import TrainerConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.markup import escape
 from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.capture import find_capture
@@ -94,7 +96,7 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
     short runs; leave it alone when a run is cut in pieces, so that the pieces make the same run."""
     load_dir: Path | None = None
     """Go on from the newest checkpoint in this folder: nerfstudio_models of an earlier run. Its other options must be given
-    again; a run that is interrupted prints the whole command."""
+    again, or come with --load-config of its config.yml; a run that is interrupted prints the whole command."""
     load_step: int | None = None
     """Go on from the checkpoint of this step in load-dir, instead of the newest."""
     load_checkpoint: Path | None = None
@@ -216,10 +218,18 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
 
     def save_config(self) -> None:
         """As Nerfstudio's, with the data's whole path, so that the run opens from any folder; an output folder that cannot be
-        made or written ends in one sentence."""
+        made or written ends in one sentence.
+
+        Before the file is written, which may be that of the earlier run, options that differ from that run's are said.
+        """
+        from ns_mgpu_splat.nerfstudio.changed_options import other_options_note
+
         for part in (self, self.pipeline.datamanager, self.pipeline.datamanager.dataparser):
             if part.data is not None:
                 part.data = part.data.absolute()
+        note = other_options_note(self)
+        if note is not None:
+            CONSOLE.print(f"[bold yellow]{escape(note)}[/bold yellow]", highlight=False, soft_wrap=True)
         named_by_time = self.__dict__.pop("_named_by_time", False)
         try:
             made = self._make_folder(named_by_time)
