@@ -9,6 +9,7 @@ wins over either; Nerfstudio alone would let a `config.yml` replace all of it, `
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path, PurePath
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -33,8 +34,14 @@ def is_preset(path: Path) -> bool:
     return "!!python/" not in text
 
 
+def typed_options() -> frozenset[str]:
+    """The options on this process's command line, as `pipeline.model.max-gaussians`: one may be typed with its default."""
+    words = [word for word in sys.argv[1:] if word.startswith("--")]
+    return frozenset(word.split("=")[0].lstrip("-").replace("_", "-") for word in words)
+
+
 def apply_preset(config: Any, defaults: Any, path: Path) -> None:
-    """Set the options of a preset in `config`, except those that differ from `defaults` already.
+    """Set the options of a preset in `config`, except those that were typed or differ from `defaults` already.
 
     Args:
         config: a dataclass, changed in place. defaults: one of the same class, as it is without a command line.
@@ -51,7 +58,8 @@ def apply_preset(config: Any, defaults: Any, path: Path) -> None:
 
 
 def apply_run(config: Any, defaults: Any, path: Path) -> None:
-    """Set all options of an earlier run's `config.yml` in `config`, except those that differ from `defaults` already.
+    """Set all options of an earlier run's `config.yml` in `config`, except those that were typed or differ from `defaults`
+    already.
 
     Args: as of `apply_preset`.
     Raises: SystemExit naming the file if it is of another method or cannot be understood.
@@ -68,11 +76,11 @@ def apply_run(config: Any, defaults: Any, path: Path) -> None:
         )
     if config.load_dir is not None or config.load_checkpoint is not None:
         run.load_dir = run.load_step = run.load_checkpoint = None  # where that run itself began
-    _take(config, defaults, run)
+    _take(config, defaults, run, "", typed_options())
     config.check()
 
 
-def _take(config: Any, defaults: Any, run: Any) -> None:
+def _take(config: Any, defaults: Any, run: Any, prefix: str, typed: frozenset[str]) -> None:
     names = list(run) if isinstance(run, dict) else [field.name for field in dataclasses.fields(run)]
     for name in names:
         if isinstance(config, dict) and name not in config:
@@ -84,8 +92,8 @@ def _take(config: Any, defaults: Any, run: Any) -> None:
         if type(current) is type(default) is type(value) and (
             dataclasses.is_dataclass(current) or isinstance(current, dict)
         ):
-            _take(current, default, value)
-        elif current == default:
+            _take(current, default, value, f"{prefix}{name}.", typed)
+        elif current == default and f"{prefix}{name}".replace("_", "-") not in typed:
             _set(config, name, value)
 
 
@@ -106,7 +114,7 @@ def _apply(config: Any, defaults: Any, options: dict[str, Any], path: Path, pref
             raise SystemExit(
                 f"mgpu-splat: {path} sets {where} to {value!r}, which it cannot be. See ns-train mgpu-splat --help."
             )
-        elif current == default:
+        elif current == default and where.replace("_", "-") not in typed_options():
             wants_path = isinstance(value, str) and _fits(Path(), _kind(config, name))
             _set(config, name, Path(value) if wants_path else value)
     check = getattr(config, "check", None)

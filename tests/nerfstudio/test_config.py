@@ -189,6 +189,17 @@ def test_the_command_line_wins_over_a_preset() -> None:
     assert config.schedule_steps == 7000
 
 
+def test_what_is_typed_wins_also_where_it_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = "--pipeline.datamanager.dataparser.orientation-method"
+    words = ["--load-config", str(CONFIGS / "drone.yml")]
+    assert parse_command_line(*words).pipeline.datamanager.dataparser.orientation_method == "down"
+    for typed in ([method, "up"], [f"{method.replace('-method', '_method')}=up"]):
+        monkeypatch.setattr("sys.argv", ["ns-train", "mgpu-splat", *words, *typed])
+        config = parse_command_line(*words, *typed)
+        assert config.pipeline.datamanager.dataparser.orientation_method == "up"
+        assert config.max_num_iterations != 30_001
+
+
 def test_a_preset_with_an_unknown_option_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text("pipeline: {model: {max_gausians: 5}}\n")
     with pytest.raises(SystemExit, match=r"a\.yml sets pipeline\.model\.max_gausians"):
