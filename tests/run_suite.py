@@ -189,18 +189,22 @@ def run_all(
                 running.remove(run)
                 yield run.result()
     finally:  # interrupted: what was found so far is shown
+        try:
+            for run in running:
+                run.process.send_signal(signal.SIGINT)
+            for run in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.process.wait(20)
+        finally:  # interrupted once more: at once
+            for run in running:
+                run.process.kill()
         for run in running:
-            run.process.send_signal(signal.SIGINT)
-        for run in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.process.wait(20)
-            run.process.kill()
             run.reader.join(10)
             run.show()
 
 
 def interrupt(*_: Any) -> None:
-    """SIGTERM ends the suite as Ctrl-C does."""
+    """SIGTERM, and SIGHUP of a closed terminal, end the suite as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -222,6 +226,8 @@ def main() -> int:
     start = time.monotonic()
     lines = []
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup it is ignored
+        signal.signal(signal.SIGHUP, interrupt)
     todo = groups(slow=arguments.slow, gpu=arguments.gpu)
     # two at least: what several threads of a shard can do wrong is to be found
     threads = None if jobs == 1 else max(2, cores // jobs)

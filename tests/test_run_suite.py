@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -101,3 +102,27 @@ def test_groups_side_by_side_are_shown_one_after_the_other(
     for end, text in zip(ends, shown.split("\n== ")[1:], strict=True):
         assert text.startswith(f"{end.name} ==\n{end.name} waits")
         assert sum(f"{name} waits" in text for name in ("one", "two")) == 1
+
+
+def test_a_second_ctrl_c_leaves_no_group_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stubborn:
+        def __init__(self, group: run_suite.Group, *_: object, **__: object) -> None:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(60)",
+                ]
+            )
+            begun.append(self.process)
+
+        def ended(self) -> bool:
+            raise KeyboardInterrupt
+
+    begun: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(run_suite, "Run", Stubborn)
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        list(run_suite.run_all([run_suite.Group(name, [], None) for name in "ab"], [], jobs=2))
+    monkeypatch.undo()
+    assert [process.wait(10) < 0 for process in begun] == [True, True]

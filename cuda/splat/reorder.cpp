@@ -32,7 +32,7 @@ RowDeal row_deal(const std::vector<RowRange>& ranges, int64_t stripe_rows, int64
     throw std::invalid_argument("deal ends at row " + std::to_string(next) + ", and the table has " +
                                 std::to_string(num_rows) + " rows.");
   }
-  deal.rounds = (most + stripe_rows - 1) / stripe_rows;
+  deal.rounds = 1 + (most - 1) / stripe_rows;  // rounded up; a sum with stripe_rows might not fit
   return deal;
 }
 

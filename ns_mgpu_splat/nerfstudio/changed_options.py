@@ -128,9 +128,12 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _place(path: PurePath) -> Path:
-    """The folder that a path means, however it is written."""
-    place = Path(path).expanduser().resolve()
+def _place(path: PurePath) -> PurePath:
+    """The folder that a path means, however it is written; the path itself where it can mean none."""
+    try:
+        place = Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, nobody's home, a zero byte
+        return path
     return place.parent if place.name == "transforms.json" else place
 
 

@@ -48,6 +48,9 @@ kDecodePixels = 2_000_000_000
 # Length of the mean of the viewing directions (unit vectors): above, all photographs look one way, and their up axes may
 # lie in the ground's plane; below, they look all round, and the mean says nothing.
 kOneWay, kAllRound = 0.9, 0.2
+# Mean squared sine of the angles between the viewing directions and the nearest axis: below, Nerfstudio's focus, which is
+# found in float32, is rounding or no number at all.
+kParallel = 1e-6
 
 
 @dataclass
@@ -289,6 +292,16 @@ class MgpuSplatDataParser(DataParser):
             if length >= kAllRound:
                 method, turn = "none", rotation_to_z(against / length)
                 near[:, :3] = turn @ near[:, :3]
+        if method == "vertical" and len(poses) < 2:
+            raise DatasetError(
+                f"{capture.source}: --pipeline.datamanager.dataparser.orientation-method vertical needs two images, and there "
+                'is one. Use "up".'
+            )
+        if self.config.center_method == "focus" and len(poses) > 1 and spread(poses) < kParallel:
+            raise DatasetError(
+                f"{capture.source}: the cameras look in parallel, so there is no point that all look at. Use "
+                "--pipeline.datamanager.dataparser.center-method poses."
+            )
         oriented, transform = auto_orient_and_center_poses(
             torch.from_numpy(near.astype(np.float32)),
             method=method,  # type: ignore[arg-type]
@@ -403,6 +416,13 @@ def mean_viewing_direction(poses: np.ndarray) -> np.ndarray:
     """Mean (3,) of the unit vectors along which cameras (N, 4, 4) look; its length is 1 where all look the same way."""
     backward = poses[:, :3, 2]
     return -(backward / np.linalg.norm(backward, axis=1, keepdims=True)).mean(axis=0)
+
+
+def spread(poses: np.ndarray) -> float:
+    """Mean squared sine of the angles of cameras' lines of sight (N, 4, 4) with the axis that they go along most, 0 to 2/3."""
+    backward = poses[:, :3, 2]
+    lines = backward / np.linalg.norm(backward, axis=1, keepdims=True)
+    return float(np.linalg.eigvalsh(np.eye(3) - lines.T @ lines / len(lines))[0])
 
 
 def rotation_to_z(up: np.ndarray) -> np.ndarray:

@@ -101,7 +101,8 @@ def read_options(config: Path) -> dict[str, Any]:
         ) from None
     try:
         options = yaml.load(text, Loader=_PlainLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # the last four: from PyYAML, of values that are not of their own tag, and of very deep ones
         raise RunError(f"{config} is no valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(options, dict) or "pipeline" not in options:
         raise RunError(f"{config} is no config.yml of a training run.")

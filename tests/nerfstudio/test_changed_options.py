@@ -112,8 +112,9 @@ def test_an_older_run_had_the_default_of_a_newer_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "pipeline: [", "pipeline: 3\n", "pipeline:\n  model: 4\noptimizers: x\n", "\0"]
-)
+    "text", [None, "", "pipeline: [", "pipeline: 3\n", "pipeline:\n  model: 4\noptimizers: x\n", "\0",
+     "pipeline: !!int x", "pipeline: !!bool x", "pipeline: !!timestamp x", "pipeline: 2020-99-99", f"pipeline: {'[' * 3000}"],
+)  # fmt: skip
 def test_a_config_that_cannot_be_read_says_nothing(text: str | None, tmp_path: Path) -> None:
     config = going_on(tmp_path)
     os.makedirs(config.load_dir)
@@ -122,3 +123,11 @@ def test_a_config_that_cannot_be_read_says_nothing(text: str | None, tmp_path: P
     assert other_options_note(config) is None
     config.load_dir = None
     assert other_options_note(config) is None
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/town", "a\0b"])
+def test_a_saved_path_that_means_nothing_is_another_one(path: str, tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    saved = read_options(first.get_base_dir() / "config.yml")
+    saved["pipeline"]["datamanager"]["data"] = path.split("/")
+    assert [option for option, *_ in changed_options(first, saved)] == ["data"]

@@ -11,6 +11,7 @@ import pytest
 import scene
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 
+from ns_mgpu_splat.data.checks import DatasetError
 from ns_mgpu_splat.export import world_frame
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig, rotation_to_z
 
@@ -57,7 +58,9 @@ CASES = {
 }
 
 
-def read(poses: np.ndarray, method: str, folder: Path, level: str = "none") -> DataparserOutputs:
+def read(
+    poses: np.ndarray, method: str, folder: Path, level: str = "none", center: str = "poses"
+) -> DataparserOutputs:
     """What the dataparser makes of cameras whose world is turned and moved."""
     turned = poses.copy()
     turned[:, :3] = TURN @ turned[:, :3]
@@ -70,7 +73,8 @@ def read(poses: np.ndarray, method: str, folder: Path, level: str = "none") -> D
     if level != "none":
         for frame in frames:
             scene.Image.new("RGB", (8, 8)).save(folder / frame["file_path"])
-    parser = MgpuSplatDataParserConfig(data=folder, orientation_method=method).setup()  # type: ignore[arg-type]
+    config = MgpuSplatDataParserConfig(data=folder, orientation_method=method, center_method=center)  # type: ignore[arg-type]
+    parser = config.setup()
     parser.level, parser.want_points = level, False
     return parser.get_dataparser_outputs("train")
 
@@ -134,3 +138,16 @@ def test_any_direction_is_turned_to_z(up: tuple[float, float, float]) -> None:
     np.testing.assert_allclose(turn @ unit, [0, 0, 1], atol=1e-15)
     np.testing.assert_allclose(turn @ turn.T, np.eye(3), atol=1e-14)
     assert np.linalg.det(turn) > 0
+
+
+@pytest.mark.parametrize("method", ["down", "up"])
+def test_cameras_in_parallel_have_no_focus(method: str, tmp_path: Path) -> None:
+    poses = np.repeat(np.eye(4)[None], 5, axis=0)
+    poses[:, 0, 3] = np.arange(5)
+    with pytest.raises(DatasetError, match="center-method poses"):
+        read(poses, method, tmp_path, center="focus")
+
+
+def test_vertical_needs_two_images(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="vertical needs two images"):
+        read(np.eye(4)[None], "vertical", tmp_path)

@@ -71,6 +71,7 @@ def ranges(*sizes: int) -> list[tuple[int, int]]:
         ([2560, 2560, 2560, 100], 256),  # the last one has much less
         ([1024, 0, 7168, 2000], 1000),  # uneven, one empty, an odd length
         ([512, 256, 256, 256, 17], 100_000),  # one stretch each: the sequence itself
+        ([256, 256, 88], 2**63 - 1),
         ([*[1280] * 7, 1100, 0, 0], 700),
     ],
 )
