@@ -65,7 +65,8 @@ def test_memory_used_on_a_side_stream_is_not_reused_too_early() -> None:
         address = x.data_ptr()
         del x
         other = torch.full((size,), 9, dtype=torch.int32, device="mgpu")
-        assert other.data_ptr() != address
+        # on a machine so busy that the side stream has come past by now, its memory may be used again
+        assert side.query() or other.data_ptr() != address
         torch.mgpu.synchronize()
         assert (y == 4).all()
 
