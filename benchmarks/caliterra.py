@@ -103,21 +103,11 @@ def bare_loop(pipeline: Any, optimizers: Any, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def scores_by_photograph(pipeline: Any) -> list[dict[str, float]]:
-    """The scores of each held-out photograph; `ns-eval` prints their means."""
-    scores = []
-    with torch.no_grad():
-        for camera, batch in pipeline.datamanager.fixed_indices_eval_dataloader:
-            outputs = pipeline.model.get_outputs_for_camera(camera=camera)
-            metrics, _ = pipeline.model.get_image_metrics_and_images(outputs, batch)
-            scores.append({key: float(value) for key, value in metrics.items()})
-    return scores
-
-
 def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train without Nerfstudio's loop; scores by its pipeline."""
     from ns_mgpu_splat.nerfstudio.config import mgpu_splat
     from ns_mgpu_splat.nerfstudio.device import start_device
+    from ns_mgpu_splat.nerfstudio.evaluate import metrics_by_photograph
     from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 
     device = start_device()
@@ -141,7 +131,7 @@ def bare(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict[str
 
     model.eval()
     model.step = steps
-    scores = scores_by_photograph(pipeline)
+    scores = [metrics for _, metrics in metrics_by_photograph(pipeline)]
     figures = {
         "seconds": seconds,
         "steps_per_second": steps / seconds,

@@ -38,9 +38,8 @@ def _run(*command: str | Path) -> None:
         while process.returncode is None:
             try:
                 process.wait()
-            except (
-                KeyboardInterrupt
-            ):  # the terminal told the command, too, which saves what it has before it ends
+            except KeyboardInterrupt:
+                # the terminal told the command, too, which saves what it has before it ends
                 interrupted = True
     if interrupted:
         raise KeyboardInterrupt

@@ -15,9 +15,6 @@ from ns_mgpu_splat import demo
 
 
 def test_ctrl_c_waits_for_the_command_to_save_what_it_has(tmp_path: Path) -> None:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a suite in the background of a shell ignores it
     saved = tmp_path / "saved"
     child = f"import pathlib, time; time.sleep(0.9); pathlib.Path({str(saved)!r}).touch()"
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

@@ -412,16 +412,20 @@ def camera_poses(frames: list[Frame]) -> np.ndarray:
     return np.stack([f.camera_to_world for f in frames])
 
 
-def mean_viewing_direction(poses: np.ndarray) -> np.ndarray:
-    """Mean (3,) of the unit vectors along which cameras (N, 4, 4) look; its length is 1 where all look the same way."""
+def viewing_directions(poses: np.ndarray) -> np.ndarray:
+    """The unit vectors (N, 3) along which cameras (N, 4, 4) look."""
     backward = poses[:, :3, 2]
-    return -(backward / np.linalg.norm(backward, axis=1, keepdims=True)).mean(axis=0)
+    return -(backward / np.linalg.norm(backward, axis=1, keepdims=True))
+
+
+def mean_viewing_direction(poses: np.ndarray) -> np.ndarray:
+    """Mean (3,) of the cameras' viewing directions; its length is 1 where all look the same way."""
+    return viewing_directions(poses).mean(axis=0)
 
 
 def spread(poses: np.ndarray) -> float:
     """Mean squared sine of the angles of cameras' lines of sight (N, 4, 4) with the axis that they go along most, 0 to 2/3."""
-    backward = poses[:, :3, 2]
-    lines = backward / np.linalg.norm(backward, axis=1, keepdims=True)
+    lines = viewing_directions(poses)
     return float(np.linalg.eigvalsh(np.eye(3) - lines.T @ lines / len(lines))[0])
 
 

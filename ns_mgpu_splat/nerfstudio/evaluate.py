@@ -9,6 +9,7 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -43,15 +44,23 @@ def evaluate(config_path: Path, *, untrained: bool = False) -> list[ImageScore]:
         from nerfstudio.utils.eval_utils import eval_setup
 
         _, pipeline, _, _ = eval_setup(config_path, test_mode="test")
-    dataset = pipeline.datamanager.eval_dataset
-    scores = []
+    return [
+        ImageScore(name, metrics["psnr"], metrics["ssim"])
+        for name, metrics in metrics_by_photograph(pipeline)
+    ]
+
+
+def metrics_by_photograph(pipeline: Any) -> list[tuple[str, dict[str, float]]]:
+    """File name and all metrics of each held-out photograph, in the order of the data set; `ns-eval` prints their means."""
+    files = pipeline.datamanager.eval_dataset.image_filenames
+    found = []
     with torch.no_grad():
         for camera, batch in pipeline.datamanager.fixed_indices_eval_dataloader:
             outputs = pipeline.model.get_outputs_for_camera(camera=camera)
             metrics, _ = pipeline.model.get_image_metrics_and_images(outputs, batch)
-            name = Path(dataset.image_filenames[int(batch["image_idx"])]).name
-            scores.append(ImageScore(name, float(metrics["psnr"]), float(metrics["ssim"])))
-    return scores
+            name = Path(files[int(batch["image_idx"])]).name
+            found.append((name, {key: float(value) for key, value in metrics.items()}))
+    return found
 
 
 def mean_psnr(scores: list[ImageScore], prefix: str = "") -> float:

@@ -54,7 +54,7 @@ def apply_preset(config: Any, defaults: Any, path: Path) -> None:
         raise SystemExit(f"mgpu-splat: {path} is no valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(options, dict):
         raise SystemExit(f"mgpu-splat: {path} holds no options. It must be a mapping, as configs/small.yml.")
-    _apply(config, defaults, options, path, "")
+    _apply(config, defaults, options, path, "", typed_options())
 
 
 def apply_run(config: Any, defaults: Any, path: Path) -> None:
@@ -97,7 +97,9 @@ def _take(config: Any, defaults: Any, run: Any, prefix: str, typed: frozenset[st
             _set(config, name, value)
 
 
-def _apply(config: Any, defaults: Any, options: dict[str, Any], path: Path, prefix: str) -> None:
+def _apply(
+    config: Any, defaults: Any, options: dict[str, Any], path: Path, prefix: str, typed: frozenset[str]
+) -> None:
     for key, value in options.items():
         name, where = str(key).replace("-", "_"), f"{prefix}{key}"
         known = (
@@ -109,12 +111,12 @@ def _apply(config: Any, defaults: Any, options: dict[str, Any], path: Path, pref
             )
         current, default = _get(config, name), _get(defaults, name)
         if isinstance(value, dict) and (dataclasses.is_dataclass(current) or isinstance(current, dict)):
-            _apply(current, default, value, path, f"{where}.")
+            _apply(current, default, value, path, f"{where}.", typed)
         elif not _fits(value, _kind(config, name)):
             raise SystemExit(
                 f"mgpu-splat: {path} sets {where} to {value!r}, which it cannot be. See ns-train mgpu-splat --help."
             )
-        elif current == default and where.replace("_", "-") not in typed_options():
+        elif current == default and where.replace("_", "-") not in typed:
             wants_path = isinstance(value, str) and _fits(Path(), _kind(config, name))
             _set(config, name, Path(value) if wants_path else value)
     check = getattr(config, "check", None)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import shutil
@@ -250,8 +249,6 @@ def test_an_interrupt_leaves_nothing_and_says_so(number: int, tmp_path: Path) ->
         [*COMMAND, "--load-config", str(config), "--output", str(tmp_path / "splats.spz")],
         stderr=subprocess.PIPE,
         text=True,
-        # a shell starts what it puts into the background with SIGINT ignored, and that is passed on
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".splats.spz.*")):  # it has begun to write
