@@ -20,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,18 +33,29 @@ SETTINGS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-def train(setting: str, seed: int, steps: int, more: list[str]) -> dict[str, Any]:
-    """One run of caliterra.py in a process of its own."""
-    arguments, environment = SETTINGS[setting]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        command = [sys.executable, str(Path(__file__).with_name("caliterra.py")), "--runs", "bare"]
-        command += ["--seeds", str(seed), "--steps", str(steps), "--json", str(out), *arguments, *more]
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{setting}, seed {seed}: {done.stderr.strip()[-600:]}")
-        row: dict[str, Any] = json.loads(out.read_text())["rows"][0]
-        return {"setting": setting, **row}
+def train(setting: str, seeds: list[int], out: Path, arguments: argparse.Namespace, more: list[str]) -> str:
+    """Train some seeds one after the other, in one process of caliterra.py, which writes figures to `out` after each; why it
+    failed, or nothing. After the time limit what is written stays."""
+    options, environment = SETTINGS[setting]
+    command = [sys.executable, str(Path(__file__).with_name("caliterra.py")), "--runs", "bare", "--seeds"]
+    command += [*map(str, seeds), "--steps", str(arguments.steps), "--json", str(out), *options, *more]
+    left = max(arguments.end - time.monotonic(), 0)
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=left
+        )
+    except subprocess.TimeoutExpired:
+        return f"{setting}: of seeds {seeds} those without a figure were left out: no time"
+    return f"{setting}, seeds {seeds}: {done.stderr.strip()[-600:]}" if done.returncode else ""
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """All figures written so far; a file is named by its setting."""
+    return [
+        {"setting": file.name.split("-")[0], **row}
+        for file in sorted(folder.glob("*.json"))
+        for row in json.loads(file.read_text())["rows"]
+    ]
 
 
 def standard_error(values: list[float]) -> float:
@@ -50,38 +63,50 @@ def standard_error(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
+def difference(mine: list[float], other: list[float]) -> str:
+    """Of two means, with its standard error."""
+    error = math.hypot(standard_error(mine), standard_error(other))
+    return f"{statistics.fmean(mine) - statistics.fmean(other):+.3f} +- {error:.3f}"
+
+
 def table(rows: list[dict[str, Any]], settings: list[str]) -> list[str]:
     """A line for each setting: means, standard errors, differences from the first."""
     by_setting = {name: [row for row in rows if row["setting"] == name] for name in settings}
     settings = [name for name in settings if by_setting[name]]
-    first = by_setting[settings[0]]
-    spread = [
-        statistics.pstdev(of_one) for of_one in zip(*(row["photographs"] for row in first), strict=True)
+    # a photograph's weight: how little chance moves it, whatever the setting
+    within = [
+        [
+            statistics.pvariance(one)
+            for one in zip(*(row["photographs"] for row in by_setting[name]), strict=True)
+        ]
+        for name in settings
     ]
-    steady = sorted(range(len(spread)), key=spread.__getitem__)[: max(1, len(spread) // 2)]
-    lines = [f"{'setting':10}{'runs':>5}{'PSNR dB':>16}{'difference':>16}{'steady half':>18}{'SSIM':>9}"]
-
-    def steady_means(group: list[dict[str, Any]]) -> list[float]:
-        return [statistics.fmean(row["photographs"][i] for i in steady) for row in group]
-
-    def difference(mine: list[float], other: list[float]) -> str:
-        error = math.hypot(standard_error(mine), standard_error(other))
-        return f"{statistics.fmean(mine) - statistics.fmean(other):+.3f} +- {error:.3f}"
-
+    spread = [statistics.fmean(of_one) ** 0.5 for of_one in zip(*within, strict=True)]
+    weights = [1 / max(s, 1e-3) ** 2 for s in spread]
+    measures: dict[str, Callable[[dict[str, Any]], float]] = {
+        "held out": lambda row: row["psnr"],
+        "weighted": lambda row: weighted_mean(row["photographs"], weights),
+        "corrected": lambda row: row["cc_psnr"],
+        "trained on": lambda row: row["trained_psnr"],
+    }
+    lines = [f"{'setting':10}{'runs':>5}" + "".join(f"{name:>18}" for name in measures) + f"{'SSIM':>9}"]
+    first = by_setting[settings[0]]
     for name in settings:
-        psnr, reference = ([row["psnr"] for row in group] for group in (by_setting[name], first))
-        line = f"{name:10}{len(psnr):5}{statistics.fmean(psnr):8.3f} +- {standard_error(psnr):.3f}"
+        group = by_setting[name]
+        values = {measure: [read(row) for row in group] for measure, read in measures.items()}
+        means = [f"{statistics.fmean(v):.3f} +- {standard_error(v):.3f}" for v in values.values()]
+        ssim = statistics.fmean(row["ssim"] for row in group)
+        lines.append(f"{name:10}{len(group):5}" + "".join(f"{mean:>18}" for mean in means) + f"{ssim:9.4f}")
         if name != settings[0]:
-            line += f"{difference(psnr, reference):>17}"
-            line += f"{difference(steady_means(by_setting[name]), steady_means(first)):>18}"
-        else:
-            line += f"{'':17}{statistics.fmean(steady_means(first)):8.3f}{'':10}"
-        lines.append(line + f"{statistics.fmean(row['ssim'] for row in by_setting[name]):9.4f}")
-    lines.append(
-        "spread of each photograph, dB: "
-        + " ".join(f"{s:.2f}{'*' if i in steady else ''}" for i, s in enumerate(spread))
-    )
+            apart = [difference(values[m], [read(row) for row in first]) for m, read in measures.items()]
+            lines.append(f"{'':15}" + "".join(f"{text:>18}" for text in apart))
+    lines.append("spread of each photograph, dB: " + " ".join(f"{s:.2f}" for s in spread))
     return lines
+
+
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """Of values whose weights need not sum to one."""
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
 def main() -> int:
@@ -93,28 +118,33 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=12, help="runs of each setting")
     parser.add_argument("--first-seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=7000)
-    parser.add_argument("--together", type=int, default=5, help="runs at a time")
-    parser.add_argument("--json", type=Path, help="file for all runs' figures, written after each")
+    parser.add_argument("--together", type=int, default=3, help="runs at a time")
+    parser.add_argument("--cuts", type=int, default=4, help="processes that share a setting's seeds")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="end after so long with what there is"
+    )
+    parser.add_argument("--json", type=Path, help="file for all runs' figures")
     arguments, more = parser.parse_known_args()  # more: for caliterra.py
-    jobs = [(name, arguments.first_seed + i) for i in range(arguments.seeds) for name in arguments.settings]
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
+    arguments.end = time.monotonic() + arguments.seconds
+    seeds = [arguments.first_seed + i for i in range(arguments.seeds)]
+    jobs = [(name, seeds[i :: arguments.cuts]) for i in range(arguments.cuts) for name in arguments.settings]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
 
-    def one(job: tuple[str, int]) -> None:
-        try:
-            rows.append(train(*job, arguments.steps, more))
-        except RuntimeError as problem:
-            failures.append(str(problem))
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"benchmark": "quality", "rows": rows}, indent=1) + "\n")
+        def one(number: int) -> str:
+            setting, mine = jobs[number]
+            return train(setting, mine, folder / f"{setting}-{number}.json", arguments, more) if mine else ""
 
-    with ThreadPoolExecutor(arguments.together) as pool:
-        list(pool.map(one, jobs))
+        with ThreadPoolExecutor(arguments.together) as pool:
+            problems = [problem for problem in pool.map(one, range(len(jobs))) if problem]
+        rows = read_rows(folder)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"benchmark": "quality", "rows": rows}, indent=1) + "\n")
     if rows:
         print("\n".join(table(rows, arguments.settings)))
-    for problem in failures:
+    for problem in problems:
         print(problem, file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
