@@ -163,6 +163,12 @@ def _wait_for_autograd(owner: int, timeout_s: float = 2.0) -> None:
         torch.autograd.Variable._execution_engine.run_backward(
             (result,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
+        # this thread's own, as torch does after a backward: with it, the wait was the whole timeout in every process
+        remove = getattr(torch._C, "_remove_obj_from_tls", None)  # of torch 2.14
+        if remove is not None:
+            remove("context")
+        else:
+            torch._C._stash_obj_in_tls("context", None)
     except Exception:  # a process that ends in trouble ends as it would have
         _log.debug("no orderly end of autograd's thread", exc_info=True)
         return

@@ -166,3 +166,17 @@ def test_bad_devices_get_one_sentence(text: str, words: str) -> None:
         parse_devices(text, gpus=2)
     assert "\n" not in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.any_mesh
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_wait_at_exit_ends_when_autograds_thread_is_done(backward: bool) -> None:
+    """This thread's own reference kept every process for the whole timeout, two seconds."""
+    done = run(
+        "import os, time, torch, ns_mgpu_splat; ns_mgpu_splat.init()\n"
+        f"if {backward}: torch.ones(3, device='mgpu', requires_grad=True).sum().backward()\n"
+        "start = time.monotonic(); ns_mgpu_splat.device._wait_for_autograd(os.getpid(), timeout_s=20)\n"
+        "print(time.monotonic() - start)",
+        MGPU_DEVICES="cpu:2",
+    )
+    assert float(done.stdout) < 10, done.stderr

@@ -14,6 +14,8 @@ from unittest.mock import MagicMock
 
 import pytest
 from nerfstudio.engine.trainer import Trainer
+from nerfstudio.utils import writer
+from nerfstudio.utils.writer import TensorboardWriter
 
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
@@ -164,3 +166,26 @@ def test_a_run_says_that_it_replaces_the_checkpoints_of_an_earlier_one(
     (tmp_path / "step-000000010.ckpt").touch()
     MgpuSplatTrainer._load_checkpoint(run)
     assert "holds checkpoints of an earlier run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_interpreter_ends_without_looking_for_garbage_once_numbers_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two seconds in which nothing seemed to happen after the last line."""
+    at_exit: list[Any] = []
+    done: list[str] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    config = copy.deepcopy(mgpu_splat.config)
+    config.output_dir, config.experiment_name = tmp_path, "town"
+    MgpuSplatTrainer(config)
+    place = TensorboardWriter.__new__(TensorboardWriter)
+    place.tb_writer = MagicMock()
+    place.tb_writer.flush.side_effect = lambda: done.append("flush")
+    monkeypatch.setattr(writer, "EVENT_WRITERS", [place, MagicMock()])
+    monkeypatch.setattr("gc.freeze", lambda: done.append("freeze"))
+    (leave,) = at_exit
+    leave()
+    assert done == ["flush", "freeze"]
+    place.tb_writer.flush.side_effect = OSError("no space left")
+    leave()
+    assert done[2:] == ["freeze"], "trouble at the end is no traceback"
