@@ -23,8 +23,10 @@ import numpy as np
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory, shown_bytes
 from ns_mgpu_splat.device import files
+from ns_mgpu_splat.nerfstudio.text_files import why_no_file
 
 if TYPE_CHECKING:
     from nerfstudio.engine.trainer import TrainerConfig
@@ -248,7 +250,10 @@ def read(path: Path) -> dict[str, Any]:
         a newer version. It names an older whole one where there is one.
     """
     if not path.is_file():
-        raise CheckpointError(f"Checkpoint {path} does not exist.")
+        why = why_no_file(path)
+        raise CheckpointError(
+            f"Checkpoint {path} {'does not exist' if why is None else f'cannot be read: {why}'}."
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except MemoryError:
@@ -258,7 +263,11 @@ def read(path: Path) -> dict[str, Any]:
             "is cut short or damaged" if not _is_whole_zip(path) else f"cannot be read ({_first_line(error)})"
         )
         raise CheckpointError(f"Checkpoint {path} {reason}.{_older(path)}") from error
-    if not isinstance(state, dict) or "pipeline" not in state or "step" not in state:
+    if (
+        not isinstance(state, dict)
+        or not isinstance(state.get("pipeline"), dict)
+        or not isinstance(state.get("step"), int)
+    ):
         raise CheckpointError(f"{path} is no checkpoint of a Nerfstudio model.")
     if not _is_as_written(path):
         raise CheckpointError(f"Checkpoint {path} is cut short or damaged.{_older(path)}")
@@ -268,6 +277,24 @@ def read(path: Path) -> dict[str, Any]:
             f"Checkpoint {path} has format {made_by}, this version of ns-mgpu-splat reads up to {kFormat}. Upgrade it."
         )
     return state
+
+
+def strategy_of(state: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    """The strategy's state in a checkpoint that was read from `path`; None where it has none, as those of other methods.
+
+    Raises: CheckpointError for one that this version does not know.
+    """
+    strategy = state.get("strategy")
+    if strategy is None or (isinstance(strategy, dict) and strategy.get("version", 1) == 1):
+        return strategy
+    if isinstance(strategy, dict):
+        named = f"a strategy of version {strategy['version']}"
+    else:
+        named = f'the strategy "{strategy}"'
+    raise CheckpointError(
+        f"Checkpoint {path} has {printable(named)}, which this version of ns-mgpu-splat does not know: it reads version 1. "
+        "Upgrade ns-mgpu-splat, or use the version that wrote it."
+    )
 
 
 def _is_as_written(path: Path) -> bool:

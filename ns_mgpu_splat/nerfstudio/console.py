@@ -13,6 +13,7 @@ from nerfstudio.utils.writer import EventName, LocalWriter
 from tyro.conf import Suppress
 
 kLineEvery = 10.0  # seconds between lines that stay, where the output is no terminal
+kHeldOut = "Eval Images Metrics/psnr"
 
 
 @dataclass
@@ -33,6 +34,7 @@ class ProgressWriter(LocalWriter):
     def __init__(self, config: ProgressWriterConfig, banner_messages: list[str] | None = None) -> None:
         super().__init__(config, banner_messages)
         self.latest: dict[str, float] = {}
+        self.measured: dict[str, int] = {}  # the steps that these are of
         self.last_line = 0.0
         self.terminal = sys.stdout.isatty()
         if banner_messages:
@@ -41,14 +43,15 @@ class ProgressWriter(LocalWriter):
     def write_stats_log(self, step: int) -> None:
         """Take in the stored events and print where the step is one that logs."""
         for event in writer.EVENT_STORAGE:
-            name, value = event["name"], event["event"]
-            step = max(
-                step, int(event["step"])
-            )  # Nerfstudio hands over the oldest event's: 0 when a run is resumed
-            if isinstance(value, dict):
-                self.latest.update({f"{name}/{key}": entry for key, entry in value.items()})
-            else:
-                self.latest[name] = value
+            name, value, of_step = event["name"], event["event"], int(event["step"])
+            step = max(step, of_step)  # Nerfstudio hands over the oldest event's: 0 when a run is resumed
+            entries = (
+                {f"{name}/{key}": entry for key, entry in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
+            )
+            self.latest.update(entries)
+            self.measured.update(dict.fromkeys(entries, of_step))
         if step % writer.GLOBAL_BUFFER["steps_per_log"]:
             return
         now = time.monotonic()
@@ -64,7 +67,8 @@ class ProgressWriter(LocalWriter):
             print(f"{chr(13) if self.terminal else ''}{self.line(step)}", flush=True)
 
     def line(self, step: int) -> str:
-        """The numbers of a step, in a fixed order; those that are not known yet are left out."""
+        """The numbers of a step, in a fixed order; those that are not known yet are left out, and of what was measured before, at
+        which step is said."""
 
         def known(name: str, text: str) -> str | None:
             value = self.latest.get(name)
@@ -76,15 +80,20 @@ class ProgressWriter(LocalWriter):
             if name.startswith("Train Metrics Dict/memory_mib/")
         ]
         last = int(writer.GLOBAL_BUFFER["max_iter"])
-        seconds = self.latest.get(EventName.ETA.value)
+        seconds = self.latest.get(EventName.ETA.value) if step + 1 < last else None
+        of_step, held_out_of = self.measured.get("Train Loss", step), self.measured.get(kHeldOut, step)
         parts = [
             f"step {step + 1:,}/{last:,}",
+            None if of_step == step else f"at step {of_step + 1:,}:",
             known("Train Loss", "loss {:.4f}"),
             known("Train Metrics Dict/psnr", "PSNR {:.2f} dB"),
             known("Train Metrics Dict/gaussian_count", "{:,.0f} Gaussians"),
-            " + ".join(f"{used:,.0f}" for used in memory) + " MiB" if memory else None,
+            "memory " + " + ".join(f"{used:,.0f}" for used in memory) + " MiB" if memory else None,
             known("Train Iter / Sec", "{:.2f} steps/s"),
-            known("Eval Images Metrics/psnr", "a held-out view {:.2f} dB"),
+            known(
+                kHeldOut,
+                "one held-out view {:.2f} dB" + f" (step {held_out_of + 1:,})" * (held_out_of != of_step),
+            ),
             None if seconds is None else f"{_clock(float(seconds))} left",
         ]
         return "  ".join(part for part in parts if part)

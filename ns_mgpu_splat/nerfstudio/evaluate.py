@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import yaml
 
+from ns_mgpu_splat.nerfstudio.saved_run import RunError, read_options
+
 
 @dataclass(frozen=True)
 class ImageScore:
@@ -31,10 +33,9 @@ def evaluate(config_path: Path, *, untrained: bool = False) -> list[ImageScore]:
         config_path: the `config.yml` of a run.
         untrained: score the model as it was initialised from its seed points, instead of its latest checkpoint.
     Returns: one score per held-out image, in the order of the data set.
-    Raises: FileNotFoundError if the config does not exist; what Nerfstudio raises for a run without checkpoint.
+    Raises: RunError if the config cannot be read or is none of a run; what Nerfstudio raises for a run without checkpoint.
     """
-    if not config_path.is_file():
-        raise FileNotFoundError(f"{config_path} does not exist; give the config.yml of a run.")
+    read_options(config_path)
     if untrained:
         config = yaml.load(config_path.read_text(), Loader=yaml.Loader)
         # "val" is the mode of training: the model starts from the seed points instead of waiting for a checkpoint
@@ -82,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         scores = evaluate(arguments.load_config, untrained=arguments.untrained)
-    except FileNotFoundError as error:
+    except RunError as error:
         sys.exit(f"evaluate: {error}")
     for score in scores:
         print(f"{score.name:32} {score.psnr:6.2f} dB  SSIM {score.ssim:.4f}")

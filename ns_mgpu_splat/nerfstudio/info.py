@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -75,8 +75,8 @@ class Run:
 
         if config.is_dir() and (config / "config.yml").is_file():
             config = config / "config.yml"
-        run = open_run(config)
-        self.config, self.checkpoint, self.options = run.config, run.checkpoint, run.options
+        self.run = run = open_run(config)
+        self.config, self.checkpoint = run.config, run.checkpoint
         self.state = checkpoint.read(run.checkpoint)
         pipeline = self.state["pipeline"]
         self.columns: dict[str, Tensor] = {
@@ -92,18 +92,23 @@ class Run:
         """How training would lay rows out on this mesh."""
         from ns_mgpu_splat.nerfstudio.device import run_layout
 
-        model = self.options["pipeline"]
-        model = model.get("model") if isinstance(model, dict) else None
-        model = model if isinstance(model, dict) else {}
-        return run_layout(model.get("layout", "auto"), float(model.get("reorder_decay", 1.5)))
+        layout = self.run.model_option("layout", Literal["auto", "space", "stripes"], "auto")
+        return run_layout(layout, self.run.model_option("reorder_decay", float, 1.5))
 
     def _order(self) -> Any:
-        """What the checkpoint says of the order of its rows."""
+        """What the checkpoint says of the order of its rows. Raises CheckpointError if this version does not understand it."""
+        from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError, strategy_of
         from ns_mgpu_splat.partition.order import RowOrder
 
         order = RowOrder(layout=self.layout)
-        strategy = self.state.get("strategy")
-        order.load_state_dict((strategy or {}).get("order") or {})
+        strategy = strategy_of(self.state, self.checkpoint) or {}
+        try:
+            order.load_state_dict(strategy.get("order") or {})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"Checkpoint {self.checkpoint} says of the order of its rows what this version of ns-mgpu-splat does not "
+                f"understand ({error}). Upgrade ns-mgpu-splat, if a newer one wrote it."
+            ) from None
         return order
 
     def _table(self) -> Any:
@@ -150,11 +155,12 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """All that the command says, as plain values; no NaN."""
+        schedule, trained_on = self.state.get("schedule_steps"), self.state.get("shards")
         return {
             "config": str(self.config),
             "checkpoint": str(self.checkpoint),
             "step": int(self.state["step"]) + 1,
-            "schedule_steps": self.state.get("schedule_steps"),
+            "schedule_steps": schedule if isinstance(schedule, int) else None,
             "gaussians": self.rows,
             "sh_degree": self.sh_degree,
             "half": self.half,
@@ -163,7 +169,7 @@ class Run:
             **self._partition(),
             "layout": self._layout_of_rows(),
             "shards": self.shards(),
-            "trained_on": self.state.get("shards"),
+            "trained_on": list(map(str, trained_on)) if isinstance(trained_on, (list, tuple)) else None,
         }
 
     def _bytes(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -16,11 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.cuda.amp.grad_scaler import GradScaler
 from tyro.conf import Suppress
 
-from ns_mgpu_splat.nerfstudio import preflight
+from ns_mgpu_splat.nerfstudio import preflight, tools
 from ns_mgpu_splat.nerfstudio.datamanager import MgpuSplatDatamanager, MgpuSplatDatamanagerConfig
 from ns_mgpu_splat.nerfstudio.device import start_device
 from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, MgpuSplatModelConfig
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
+from ns_mgpu_splat.nerfstudio.presets import first_wrong_value
 
 
 @dataclass
@@ -58,6 +59,9 @@ class MgpuSplatPipeline(VanillaPipeline):
         Pipeline.__init__(self)
         self.stop_wanted: Callable[[], bool] = lambda: False  # asked between images; the trainer sets its own
         self.config, self.test_mode, self.world_size = config, test_mode, world_size
+        wrong = first_wrong_value(config, tools.config_argument() or "The run's config.yml", "pipeline.")
+        if wrong is not None:  # of a tool: ns-train has looked already
+            raise SystemExit(f"mgpu-splat: {wrong}")
         config.datamanager.wants_depth = config.model.depth_weight > 0
         self.datamanager = config.datamanager.setup(
             device=device, test_mode=test_mode, world_size=world_size, local_rank=local_rank
@@ -117,6 +121,32 @@ class MgpuSplatPipeline(VanillaPipeline):
         if self.model.optimizer is not None:
             self.model.optimizer.flush()
 
+    def metrics_line(self, metrics: Mapping[str, float]) -> str:
+        """Mean metrics of an evaluation in one line, with what they were measured on; those that were not are left out."""
+        held, trained = self.datamanager.eval_dataset, self.datamanager.train_dataset
+        seen = len(set(held.image_filenames) & set(trained.image_filenames))
+        images = f"image{'' if len(held) == 1 else 's'}"
+        on = f"{len(held):,} held-out {images}"
+        if seen:  # of --pipeline.datamanager.dataparser.eval-mode all, or of files that say so
+            on = f"{len(held):,} {images}, {'all' if seen == len(held) else f'{seen:,}'} of them trained on"
+        texts = (
+            ("psnr", "PSNR {:.2f} dB"),
+            ("ssim", "SSIM {:.4f}"),
+            ("cc_psnr", "{:.2f} dB with corrected colours"),
+            ("lpips", "LPIPS {:.4f}"),
+        )
+        said = ", ".join(text.format(metrics[name]) for name, text in texts if name in metrics)
+        return f"Mean over {on}: {said}."
+
+    def get_average_eval_image_metrics(
+        self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
+    ) -> dict[str, float]:
+        """Mean metrics over the held-out photographs. In a tool, `ns-eval` above all, it also says them in one line."""
+        metrics: dict[str, float] = super().get_average_eval_image_metrics(step, output_path, get_std)
+        if self.test_mode != "val":  # that is training's, which has its own words at its end
+            CONSOLE.print(self.metrics_line(metrics), soft_wrap=True)
+        return metrics
+
     @torch.no_grad()
     def get_average_image_metrics(
         self,
@@ -153,7 +183,7 @@ class MgpuSplatPipeline(VanillaPipeline):
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, transient=True, console=CONSOLE) as progress:
+        with Progress(*columns, transient=True, console=CONSOLE, disable=not CONSOLE.is_terminal) as progress:
             task = progress.add_task("", total=count)
             for index, (camera, batch) in enumerate(data_loader):
                 if self.stop_wanted():

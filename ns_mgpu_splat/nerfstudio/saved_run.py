@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -19,6 +19,8 @@ from torch import Tensor
 from ns_mgpu_splat.export import Frame, RowSource, TensorRows, world_frame
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
+from ns_mgpu_splat.nerfstudio.presets import fits, wrong_value
+from ns_mgpu_splat.nerfstudio.text_files import read_text
 
 kTransforms = "dataparser_transforms.json"
 
@@ -43,13 +45,23 @@ class SavedRun:
     @property
     def antialiased(self) -> bool:
         """Whether it was trained with opacities dimmed for small splats."""
-        return _dig(self.options, "pipeline", "model", "rasterize_mode") == "antialiased"
+        return bool(
+            self.model_option("rasterize_mode", Literal["classic", "antialiased"], "classic") == "antialiased"
+        )
+
+    def model_option(self, name: str, kind: Any, default: Any) -> Any:
+        """An option of the model; its default where the run is older than it. Raises RunError if it is none of `kind`, a type."""
+        model = _dig(self.options, "pipeline", "model")
+        value = model.get(name, default) if isinstance(model, dict) else default
+        if not fits(value, kind):
+            raise RunError(wrong_value(self.config, f"pipeline.model.{name}", value, kind))
+        return value
 
     def world(self) -> Frame:
         """The capture's own world. Raises RunError if the run does not say where that is."""
         path = self.config.parent / kTransforms
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = json.loads(read_text(path))
             return world_frame(np.array(saved["transform"], dtype=np.float64), float(saved["scale"]))
         except OSError as error:
             raise RunError(
@@ -93,11 +105,10 @@ def read_options(config: Path) -> dict[str, Any]:
         hint = f"Give --load-config {inside}." if inside.is_file() else "Give the config.yml of a run in it."
         raise RunError(f"{config} is a folder. {hint}")
     try:
-        text = config.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        text = read_text(config)
+    except OSError as error:
         raise RunError(
-            f"{config} cannot be read: {reason}. ns-train says where it writes a run's config.yml."
+            f"{config} cannot be read: {error.strerror}. ns-train says where it writes a run's config.yml."
         ) from None
     try:
         options = yaml.load(text, Loader=_PlainLoader)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 kTools = ("ns-eval", "ns-export", "ns-render", "ns-viewer")
 kFlag = "--load-config"
+kWhereConfigs = "ns-train says where it writes a run's config.yml."
 
 
 def config_argument(arguments: Sequence[str] | None = None) -> Path | None:
     """What `--load-config` names on a command line (by default this process's), or None."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for word, after in zip(words, [*words[1:], None], strict=True):
+    for word, after in zip(words, [*words[1:], None], strict=False):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == kFlag:
             found = value if equals else after
@@ -33,10 +34,19 @@ def config_argument(arguments: Sequence[str] | None = None) -> Path | None:
 
 
 def watch(tool: str | None = None) -> None:
-    """In one of Nerfstudio's tools (or as `tool`): put the sentence in the place of the traceback, where there is one."""
+    """In one of Nerfstudio's tools (or as `tool`): put the sentence in the place of the traceback, where there is one.
+
+    A pipe or a device in the place of a config.yml ends the tool here: the tool would read it, and wait for ever.
+    """
     tool = tool or PurePath(sys.argv[0] if sys.argv else "").name
     if tool not in kTools:
         return
+    from ns_mgpu_splat.nerfstudio.text_files import why_no_file
+
+    given = config_argument()
+    if given is not None and not given.is_dir() and (why := why_no_file(given)) is not None:
+        print(f"{tool}: {given} cannot be read: {why}. {kWhereConfigs}", file=sys.stderr)
+        raise SystemExit(1)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -73,7 +83,18 @@ def why_not_opened(config: Path, error: BaseException, trace: TracebackType | No
         return f"{config} is of the method {method}, which is not installed here."
     if isinstance(error, AssertionError) and not _inside(trace, "setup"):
         return f"{config} is no config.yml of a training run."
-    return None
+    return _wrong_value(config)
+
+
+def _wrong_value(config: Path) -> str | None:
+    """The sentence on an option that the config.yml of a run of ours has, and that it cannot be."""
+    import yaml
+
+    from ns_mgpu_splat.nerfstudio.presets import first_wrong_value
+    from ns_mgpu_splat.nerfstudio.trainer_config import MgpuSplatTrainerConfig
+
+    run = yaml.load(config.read_text(encoding="utf-8"), Loader=yaml.Loader)  # as the tool has done
+    return first_wrong_value(run, config) if isinstance(run, MgpuSplatTrainerConfig) else None
 
 
 def _inside(trace: TracebackType | None, function: str) -> bool:

@@ -37,6 +37,7 @@ from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline
+from ns_mgpu_splat.nerfstudio.quick_end import end_quickly
 from ns_mgpu_splat.nerfstudio.scalars import write_out
 from ns_mgpu_splat.nerfstudio.soundness import RowCheck, why_diverged
 from ns_mgpu_splat.nerfstudio.step_clock import StepClock
@@ -80,6 +81,7 @@ class MgpuSplatTrainer(Trainer):
     def __init__(self, config: MgpuSplatTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
         if world_size != 1:
             raise SystemExit("mgpu-splat: one process drives all GPUs. Choose them with MGPU_DEVICES=0,1.")
+        end_quickly()
         super().__init__(config, local_rank, world_size)
         self.device = "mgpu"
         self.mixed_precision = self.use_grad_scaler = False
@@ -202,7 +204,7 @@ class MgpuSplatTrainer(Trainer):
                     self._restore(state, optimizers)
                 except torch.OutOfMemoryError:
                     raise
-                except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
                     raise CheckpointError(
                         f"{state['path']} has Gaussians, but a state of training that does not fit them "
                         f"({type(error).__name__}: {error}). It is of another method or damaged: go on from another one."
@@ -219,8 +221,9 @@ class MgpuSplatTrainer(Trainer):
         optimizers.load_optimizers(state.get("optimizers", {}))
         if self.config.load_scheduler:
             optimizers.load_schedulers(state.get("schedulers", {}))
-        if "strategy" in state:
-            self.pipeline.model.strategy.load_state_dict(state["strategy"])
+        strategy = checkpoint.strategy_of(state, state["path"])
+        if strategy is not None:
+            self.pipeline.model.strategy.load_state_dict(strategy)
         if "random" in state:
             checkpoint.restore_random_state(state["random"])
         sampler = state.get("sampler")
@@ -557,8 +560,7 @@ class MgpuSplatTrainer(Trainer):
             CONSOLE.print(f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}.", markup=False)
 
     def _final_evaluation(self) -> None:
-        count = len(self.pipeline.datamanager.eval_dataset)
-        if not self.config.eval_at_end or count == 0:
+        if not self.config.eval_at_end or len(self.pipeline.datamanager.eval_dataset) == 0:
             return
         try:
             with self.train_lock, self._random_state_kept():
@@ -568,9 +570,7 @@ class MgpuSplatTrainer(Trainer):
             CONSOLE.print(str(error), markup=False)
             return
         writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict=metrics, step=self.step)
-        ssim = f", SSIM {metrics['ssim']:.4f}" if "ssim" in metrics else ""
-        corrected = f", {metrics['cc_psnr']:.2f} dB with corrected colours" if "cc_psnr" in metrics else ""
-        CONSOLE.print(f"Mean over {count} held-out images: PSNR {metrics['psnr']:.2f} dB{ssim}{corrected}.")
+        CONSOLE.print(self.pipeline.metrics_line(metrics), soft_wrap=True)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

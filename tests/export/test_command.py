@@ -175,7 +175,18 @@ def test_a_run_that_cannot_be_opened_is_named(run_export: Callable[..., str], tm
     assert "no config.yml of a training run" in refused(tmp_path / "b.yml")
     (tmp_path / "c.yml").write_bytes(b"\xff\xfe\x00\x81")
     assert "c.yml cannot be read: it is no text" in refused(tmp_path / "c.yml")
+    os.mkfifo(tmp_path / "d.yml")
+    assert "d.yml cannot be read: it is a pipe, not a file." in refused(tmp_path / "d.yml")
+    text = config.read_text()
+    for value, shown in (("null", "null"), ("sharp", "'sharp'")):
+        config.write_text(text.replace("rasterize_mode: classic", f"rasterize_mode: {value}"))
+        words = f"sets pipeline.model.rasterize_mode to {shown}, which it cannot be. It takes classic or antialiased."
+        assert words in refused(config)
+    config.write_text(text)
     assert "dataparser_transforms.json cannot be read" in refused(config, "--frame", "world")
+    os.mkfifo(config.parent / "dataparser_transforms.json")
+    assert "it is a pipe, not a file" in refused(config, "--frame", "world")
+    (config.parent / "dataparser_transforms.json").unlink()
     (config.parent / "dataparser_transforms.json").write_text('{"transform": [[1, 0], [0, 1]], "scale": 1}')
     assert "dataparser_transforms.json is damaged" in refused(config, "--frame", "world")
     path = next(folder.iterdir())

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import os
 import re
 import subprocess
 import sys
@@ -226,6 +227,84 @@ def test_a_preset_with_an_impossible_value_is_refused_with_it(tmp_path: Path, te
     (tmp_path / "a.yml").write_text(text)
     with pytest.raises(SystemExit, match=re.escape(words)):
         parse_command_line("--load-config", str(tmp_path / "a.yml"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("layout", None, "layout to null, which it cannot be. It takes auto, space or stripes."),
+        ("layout", "heap", "layout to 'heap', which it cannot be. It takes auto, space or stripes."),
+        ("strategy", None, "strategy to null, which it cannot be. It takes mcmc or default."),
+        ("reorder_decay", None, "reorder_decay to null, which it cannot be. It takes a number."),
+        (
+            "max_gaussians",
+            None,
+            "max_gaussians to null, which it cannot be. It takes a whole number or auto.",
+        ),
+        ("half", None, "half to null, which it cannot be. It takes true or false."),
+        ("camera_optimizer", None, "camera_optimizer to null, which it cannot be. See ns-train"),
+    ],
+)
+def test_null_and_a_wrong_value_are_refused_in_one_form_whichever_file_has_them(
+    tmp_path: Path, option: str, value: object, words: str
+) -> None:
+    """A preset, and the config.yml of an earlier run, whose values nobody looked at."""
+    import yaml
+
+    config = copy.deepcopy(mgpu_splat.config)
+    setattr(config.pipeline.model, option, value)
+    preset, run = tmp_path / "preset.yml", tmp_path / "config.yml"
+    preset.write_text(yaml.dump({"pipeline": {"model": {option: value}}}))
+    run.write_text(yaml.dump(config))
+    for path in (preset, run):
+        with pytest.raises(SystemExit, match=re.escape(f"mgpu-splat: {path} sets pipeline.model.{words}")):
+            parse_command_line("--load-config", str(path))
+
+
+def test_the_values_of_a_run_are_looked_at_as_those_of_a_command_line(tmp_path: Path) -> None:
+    import yaml
+
+    config = copy.deepcopy(mgpu_splat.config)
+    config.pipeline.model.reorder_decay = 0.5
+    (tmp_path / "config.yml").write_text(yaml.dump(config))
+    with pytest.raises(SystemExit, match=r"reorder-decay is 0\.5, it must be above 1"):
+        parse_command_line("--load-config", str(tmp_path / "config.yml"))
+    config.pipeline.model.reorder_decay = 1.5
+    config.optimizers["means"]["optimizer"].lr = None
+    config.optimizers["means"]["scheduler"] = None
+    config.gradient_accumulation_steps = {"splats": None}
+    for part, words in (
+        ("optimizers", "sets optimizers.means.optimizer.lr to null, which it cannot be. It takes a number."),
+        ("gradient_accumulation_steps", "sets gradient_accumulation_steps to {'splats': None}"),
+    ):
+        (tmp_path / "config.yml").write_text(yaml.dump(config))
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            parse_command_line("--load-config", str(tmp_path / "config.yml"))
+        setattr(config, part, copy.deepcopy(getattr(mgpu_splat.config, part)))
+
+
+@pytest.mark.parametrize("method", [mgpu_splat, mgpu_splat_big])
+def test_all_defaults_may_be(method: object) -> None:
+    import yaml
+
+    from ns_mgpu_splat.nerfstudio.presets import first_wrong_value
+
+    config = method.config  # type: ignore[attr-defined]
+    assert first_wrong_value(config, "config.yml") is None
+    assert first_wrong_value(yaml.load(yaml.dump(config), Loader=yaml.Loader), "config.yml") is None
+
+
+def test_a_config_that_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yml")
+    (tmp_path / "folder.yml").mkdir()
+    (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\x00\x81")
+    for name, words in (
+        ("pipe", "it is a pipe, not a file"),
+        ("folder", "it is a folder"),
+        ("binary", "it is no text"),
+    ):
+        with pytest.raises(SystemExit, match=rf"{name}\.yml cannot be read: {words}"):
+            parse_command_line("--load-config", str(tmp_path / f"{name}.yml"))
 
 
 def test_a_preset_takes_values_as_yaml_writes_them(tmp_path: Path) -> None:

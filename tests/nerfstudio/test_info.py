@@ -268,6 +268,78 @@ def test_each_error_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "Traceback" not in err
 
 
+def test_an_option_that_cannot_be_is_said_in_one_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Null ended in a traceback, or in other words than a wrong value."""
+    config = write_run(tmp_path, columns(100))
+    for lines, words in (
+        ("reorder_decay: null", "reorder_decay to null, which it cannot be. It takes a number."),
+        ("reorder_decay: often", "reorder_decay to 'often', which it cannot be. It takes a number."),
+        ("layout: null", "layout to null, which it cannot be. It takes auto, space or stripes."),
+        ("layout: heap", "layout to 'heap', which it cannot be. It takes auto, space or stripes."),
+    ):
+        config.write_text(f"{CONFIG}    {lines}\n")
+        assert info.main([str(config)]) == 1
+        assert capsys.readouterr().err == f"mgpu-splat-info: {config} sets pipeline.model.{words}\n"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (
+            {"version": 2, "seed": 1},
+            "has a strategy of version 2, which this version of ns-mgpu-splat does not know",
+        ),
+        ("annealing", 'has the strategy "annealing", which this version of ns-mgpu-splat does not know'),
+        ({"version": 1, "order": {"fresh": "very"}}, "the order of its rows what this version"),
+        ({"version": 1, "order": "hilbert"}, "the order of its rows what this version"),
+    ],
+)
+def test_a_strategy_of_another_version_is_named_with_what_to_do(
+    strategy: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path, columns(100), strategy=strategy)
+    assert info.main([str(config)]) == 1
+    said_of_it = capsys.readouterr().err
+    assert f"Checkpoint {tmp_path / 'nerfstudio_models'}" in said_of_it
+    assert words in said_of_it
+    assert "Upgrade ns-mgpu-splat" in said_of_it
+    assert said_of_it.count("\n") == 1
+
+
+def test_small_values_of_another_kind_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path, columns(100), shards=3)
+    checkpoint.save(
+        {**checkpoint.read(checkpoint.find(tmp_path / "nerfstudio_models")), "schedule_steps": "long"},
+        tmp_path / "nerfstudio_models",
+        7_000,
+        True,
+    )
+    assert info.main([str(config)]) == 0
+    lines = capsys.readouterr().out
+    assert "trained on" not in lines
+    assert "schedule" not in lines
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yml"
+    if kind == "pipe":
+        os.mkfifo(config)
+    elif kind == "device":
+        config.symlink_to("/dev/null")
+    else:
+        config.mkdir()
+    assert info.main([str(config)]) == 1
+    words = "is a folder. Give" if kind == "folder" else f"cannot be read: it is a {kind}, not a file."
+    assert f"{config} {words}" in capsys.readouterr().err
+
+
 def test_the_command_runs_without_a_gpu_on_any_mesh(tmp_path: Path) -> None:
     config = write_run(tmp_path, columns(400_000, 0))
     environment = {**os.environ, "MGPU_DEVICES": "cpu:3", "CUDA_VISIBLE_DEVICES": ""}

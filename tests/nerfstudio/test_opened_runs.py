@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import yaml
 from nerfstudio_tools import train_many
 
 from ns_mgpu_splat.nerfstudio import checkpoint
-from ns_mgpu_splat.nerfstudio.tools import config_argument, why_not_opened
+from ns_mgpu_splat.nerfstudio.tools import config_argument, kTools, watch, why_not_opened
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +49,9 @@ def edited(trained: Path, folder: Path, **changes: object) -> Path:
         "no checkpoint",
         "photographs gone",
         "empty checkpoints",
+        "null for a choice",
+        "a wrong choice",
+        "null for a folder",
     ],
 )
 def test_a_config_that_cannot_be_used_ends_in_one_sentence(
@@ -83,6 +87,17 @@ def test_a_config_that_cannot_be_used_ends_in_one_sentence(
     elif case == "no checkpoint":
         config = edited(trained, tmp_path / "run", output_dir=tmp_path / "nowhere")
         words = "has no checkpoint"
+    elif case == "null for a choice":
+        config = edited(trained, tmp_path / "run", pipeline__model__layout=None)
+        words = f"{config} sets pipeline.model.layout to null, which it cannot be. It takes auto, space or stripes."
+    elif case == "a wrong choice":
+        config = edited(trained, tmp_path / "run", pipeline__model__strategy="heap")
+        words = (
+            f"{config} sets pipeline.model.strategy to 'heap', which it cannot be. It takes mcmc or default."
+        )
+    elif case == "null for a folder":
+        config = edited(trained, tmp_path / "run", relative_model_dir=None)
+        words = f"{config} sets relative_model_dir to null, which it cannot be. It takes a path."
     elif case == "empty checkpoints":
         config = edited(trained, tmp_path / "run", output_dir=tmp_path / "nowhere")
         (tmp_path / "run" / "nerfstudio_models").mkdir()
@@ -123,6 +138,22 @@ def test_a_tool_says_it_and_shows_no_traceback(run_command: Callable, tmp_path: 
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "ns-eval: none.yml cannot be read: No such file or directory. ns-train says where it writes a run's config.yml."
+    )
+
+
+@pytest.mark.parametrize("tool", kTools)
+def test_a_tool_does_not_wait_for_a_pipe(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where Nerfstudio discovers the method, which is before the tool reads the file."""
+    config = tmp_path / "config.yml"
+    os.mkfifo(config)
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{tool}", "--load-config", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        watch()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"{tool}: {config} cannot be read: it is a pipe, not a file. ns-train says where it writes a run's config.yml.\n"
     )
 
 

@@ -34,7 +34,7 @@ def column(state: dict, name: str) -> np.ndarray:
 
 
 def test_ns_eval_measures_the_held_out_image(run_tool: Callable, trained: Path, tmp_path: Path) -> None:
-    run_tool(
+    done = run_tool(
         "ns-eval",
         "--load-config",
         trained,
@@ -48,6 +48,10 @@ def test_ns_eval_measures_the_held_out_image(run_tool: Callable, trained: Path, 
     assert results["psnr"] > 19  # the seed points have 12.6 dB, this run reaches about 22
     assert results["psnr_std"] == 0, "one image deviates by nothing, not by NaN"
     assert 0 < results["ssim"] < 1
+    said = f"Mean over 1 held-out image: PSNR {results['psnr']:.2f} dB, SSIM {results['ssim']:.4f}"
+    assert [line for line in done.stdout.splitlines() if line.startswith("Mean over")] == [
+        f"{said}{', LPIPS ' + format(results['lpips'], '.4f') if 'lpips' in results else ''}."
+    ]
     pair = np.asarray(Image.open(next(tmp_path.glob("eval_img_*.png"))), dtype=float) / 255
     truth, rendered = np.split(pair, 2, axis=1)
     psnr = -10 * np.log10(((truth - rendered) ** 2).mean())
