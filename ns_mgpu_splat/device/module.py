@@ -349,7 +349,8 @@ def reserve(shape: Sequence[int], capacity_rows: int, dtype: torch.dtype = torch
         dtype: of the elements.
     Raises: ValueError if the capacity is less than N; torch.OutOfMemoryError.
     """
-    return _C.reserve([int(size) for size in shape], int(capacity_rows), dtype)
+    sizes = [_whole_number("reserve", "size", size) for size in shape]
+    return _C.reserve(sizes, _whole_number("reserve", "capacity", capacity_rows), dtype)
 
 
 def grow(tensor: Tensor, rows: int) -> Tensor:
@@ -358,18 +359,18 @@ def grow(tensor: Tensor, rows: int) -> Tensor:
     Grow between steps. Raises: RuntimeError, and nothing has changed, if the tensor was not reserved, shares its memory
     with a view or has a `.grad`, if `rows` is less than it has or more than its capacity; torch.OutOfMemoryError.
     """
-    _resize(_C.grow, tensor, rows)
+    _resize(_C.grow, tensor, _whole_number("grow", "number of rows", rows))
     return tensor
 
 
 def _resize(function: Callable[[Tensor, int], None], tensor: Tensor, rows: int) -> None:
     try:
-        function(tensor, int(rows))
+        function(tensor, rows)
     except RuntimeError as error:
         if "share this memory" not in str(error):
             raise
         gc.collect()  # what holds it may be garbage that refers to itself
-        function(tensor, int(rows))
+        function(tensor, rows)
 
 
 def shrink(tensor: Tensor, rows: int) -> Tensor:
@@ -377,7 +378,7 @@ def shrink(tensor: Tensor, rows: int) -> Tensor:
 
     Its memory is kept for growing again. Raises: RuntimeError as `grow` does, or if `rows` is more than it has.
     """
-    _resize(_C.shrink, tensor, rows)
+    _resize(_C.shrink, tensor, _whole_number("shrink", "number of rows", rows))
     return tensor
 
 
@@ -415,7 +416,13 @@ def place_rows(tensor: Tensor, homes: Sequence[tuple[int, int]]) -> int:
     Returns: how many pages have moved. Pages in host memory stay there.
     Raises: ValueError for ranges that do not fit; RuntimeError if the tensor shares its page.
     """
-    return int(_C.place_rows(tensor, [(int(begin), int(end)) for begin, end in homes]))
+    try:
+        ranges = [(operator.index(begin), operator.index(end)) for begin, end in homes]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"torch.mgpu.place_rows got {homes!r}, expected a list of (begin, end) for each shard, as whole numbers."
+        ) from None
+    return int(_C.place_rows(tensor, ranges))
 
 
 def row_homes(tensor: Tensor) -> list[tuple[int, int]]:
@@ -425,7 +432,7 @@ def row_homes(tensor: Tensor) -> list[tuple[int, int]]:
 
 def misplaced_bytes(tensor: Tensor) -> int:
     """Bytes of rows that lie on another shard than their home, because pages hold rows of two shards or were not moved."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.dim() == 0:  # no rows
         return 0
     nbytes, page = tensor.numel() * tensor.element_size(), 2 << 20
     homes = torch.tensor([*row_homes(tensor), (0, 0)]) * (tensor.element_size() * tensor.stride(0))
@@ -451,6 +458,17 @@ def _whole_numbers(function: str, what: str, values: Any) -> int | list[int]:
         raise TypeError(
             f"torch.mgpu.{function} got {values!r}, expected one {what} or a list of them, as whole numbers."
         ) from None
+
+
+def _whole_number(function: str, what: str, value: Any) -> int:
+    """One number. Raises TypeError for anything that is only close to one, ValueError for one beyond 64 bits."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"torch.mgpu.{function} got {value!r}, expected a whole {what}.") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"torch.mgpu.{function} got {number}: no {what} is that large.")
+    return number
 
 
 def _pages(function: str, pages: int | Sequence[int] | Tensor | None) -> list[int] | None:

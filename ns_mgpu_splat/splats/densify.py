@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ns_mgpu_splat.device import native
 from ns_mgpu_splat.partition.order import RowOrder
 from ns_mgpu_splat.partition.placement import Placement
+from ns_mgpu_splat.splats.arguments import seed_number, whole_number
 from ns_mgpu_splat.splats.optimizer import SplatAdam
 from ns_mgpu_splat.splats.statistics import RowStatistics
 from ns_mgpu_splat.splats.table import SplatTable
@@ -49,8 +50,8 @@ class McmcStrategy:
         _check_common(self)
         if not 0.0 < self.min_opacity < 1.0:
             raise ValueError(f"min_opacity is {self.min_opacity}, expected a value between 0 and 1.")
-        if self.grow_factor < 1.0:
-            raise ValueError(f"grow_factor is {self.grow_factor}, expected at least 1.")
+        if not 1.0 <= self.grow_factor < math.inf:
+            raise ValueError(f"grow_factor is {self.grow_factor}, expected a finite factor of at least 1.")
 
     def refines_at(self, step: int) -> bool:
         """Whether `post_step` of this step changes the table."""
@@ -242,7 +243,14 @@ def _in_place(
 
 
 def _check_common(strategy: McmcStrategy | DefaultStrategy) -> None:
-    """Refuse what is impossible in either strategy."""
+    """Refuse what is impossible in either strategy, before steps are spent on it."""
+    for field in fields(strategy):
+        value = getattr(strategy, field.name)
+        if field.type == "int":
+            setattr(strategy, field.name, whole_number(field.name, value))
+        elif field.type == "float" and math.isnan(value):
+            raise ValueError(f"{field.name} is {value}, expected a number.")
+    strategy.seed = seed_number("seed", strategy.seed)
     if strategy.max_gaussians < 1:
         raise ValueError(f"max_gaussians is {strategy.max_gaussians}, expected at least 1.")
     if strategy.refine_every < 1:

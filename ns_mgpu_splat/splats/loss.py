@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.arguments import finite_number
 
 SOLID = 0.5  # share of light that must be stopped for a depth to count
 
@@ -42,12 +43,14 @@ def l1_ssim_loss(
     Args:
         rgb: (H, W, 3) float32, in [0, 1].
         target: (H, W, 3) float32 in [0, 1], or uint8 (divided by 255); on the same device.
+        ssim_weight: of D-SSIM against L1, in [0, 1].
         mask: (H, W) or (H, W, 1), bool or number; non-zero where a pixel counts. What the others hold has no influence:
             they are absent from L1, are no centres of SSIM, and in their neighbours' windows the weights of the rest are
             scaled up to sum to one.
-    Raises: ValueError for a shape, dtype or device that does not fit; the message names it.
+    Raises: ValueError for a shape, dtype, device or weight that does not fit; the message names it.
     """
-    return _L1Ssim.apply(rgb.contiguous(), target.contiguous(), float(ssim_weight), loss_mask(mask))
+    weight = finite_number("ssim_weight", ssim_weight, 0, 1)
+    return _L1Ssim.apply(rgb.contiguous(), target.contiguous(), weight, loss_mask(mask))
 
 
 def disparity_loss(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.arguments import finite_number, seed_number
 from ns_mgpu_splat.splats.statistics import RowStatistics
 from ns_mgpu_splat.splats.table import (
     COLUMNS,
@@ -44,7 +45,7 @@ class SplatAdam:
         noise_lr: 3DGS-MCMC's exploration noise on the means, times their learning rate; 0: none. 5e5 in the paper.
         seed: of the noise; a draw depends on (seed, step, row) alone.
         report_means: have the means of opacity and scale in `report`; on GPUs, reading them makes a step wait.
-    Raises: ValueError for an unknown column or impossible betas.
+    Raises: ValueError for an unknown column, impossible betas or a weight or rate that is not finite.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class SplatAdam:
         report_means: bool = True,
     ) -> None:
         self.table = table
+        if len(betas) != 2:
+            raise ValueError(f"betas is {betas!r}, expected two numbers.")
         self.betas = (float(betas[0]), float(betas[1]))
         self.eps = float(eps)
-        self.opacity_reg = float(opacity_reg)
-        self.scale_reg = float(scale_reg)
-        self.noise_lr = float(noise_lr)
-        self.seed = int(seed)
+        self.opacity_reg = finite_number("opacity_reg", opacity_reg)
+        self.scale_reg = finite_number("scale_reg", scale_reg)
+        self.noise_lr = finite_number("noise_lr", noise_lr, 0)
+        self.seed = seed_number("seed", seed)
         self.report_means = bool(report_means)
         self.lrs = dict.fromkeys(COLUMNS, 0.0)
         self.set_lrs(lrs)
@@ -85,6 +88,12 @@ class SplatAdam:
 
         self.statistics: RowStatistics | None = None
         """What steps add up for default densification; a strategy that wants it puts it here."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse copies and pickles: their frames and history would be another optimizer's."""
+        raise TypeError(
+            "A SplatAdam cannot be copied or pickled. Make one of the other table, and load this one's state_dict()."
+        )
 
     @property
     def steps(self) -> int:
@@ -189,6 +198,9 @@ class SplatAdam:
 
     def reset_rows(self, index: Tensor) -> None:
         """Set the moments of the rows `index` (int64, any order) to zero; they count as up to date."""
+        if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
+            got = index.dtype if isinstance(index, Tensor) else type(index).__name__
+            raise ValueError(f"index is {got}, expected int64 numbers of rows.")
         rows = index.detach().cpu().to(torch.int64).unique()
         listed = native().RowList(rows, self.table.num_rows)
         native().reset_rows(self.table.columns(), self.state(), listed, self.steps)
@@ -249,8 +261,8 @@ class SplatAdam:
     # ---- inside
 
     def set_lrs(self, lrs: Mapping[str, float]) -> None:
-        """Set learning rates by column; raises ValueError for an unknown one."""
+        """Set learning rates by column; raises ValueError for an unknown column, or a rate that is not finite."""
         unknown = set(lrs) - set(COLUMNS)
         if unknown:
             raise ValueError(f"lrs names {sorted(unknown)}; the columns are {', '.join(COLUMNS)}.")
-        self.lrs.update({name: float(lr) for name, lr in lrs.items()})
+        self.lrs.update({name: finite_number(f"lrs[{name!r}]", lr) for name, lr in lrs.items()})

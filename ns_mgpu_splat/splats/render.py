@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.arguments import finite_number
 from ns_mgpu_splat.splats.camera import Camera, stack_viewmats
 
 if TYPE_CHECKING:
@@ -192,19 +193,19 @@ def _split_background(
 def fixed_background(background: Tensor | Sequence[float] | None) -> tuple[float, ...] | None:
     """Three colour values as the operators take them; None is black.
 
-    Raises: ValueError for another shape or kind.
+    Raises: ValueError for another shape or kind, or a value that is not finite.
     """
     if background is None:
         return None
     if isinstance(background, Tensor):
         _check_background(tuple(background.shape))
-        return tuple(map(float, background.detach().tolist()))
+        background = background.detach().tolist()
     try:
         values = tuple(map(float, background))
     except (TypeError, ValueError):
         raise ValueError(f"background is {background!r}, expected 3 colour values in [0, 1].") from None
     _check_background((len(values),))
-    return values
+    return tuple(finite_number(f"background[{i}]", value) for i, value in enumerate(values))
 
 
 def _check_background(shape: tuple[int, ...]) -> None:
@@ -253,8 +254,8 @@ def check_sh_degree(sh_degree: int | None, sh_rest: Tensor) -> int:
     of_table = {0: 0, 3: 1, 8: 2, 15: 3}[sh_rest.shape[1]]
     if sh_degree is None:
         return of_table
-    if not 0 <= int(sh_degree) <= of_table:
+    if sh_degree not in range(of_table + 1):
         raise ValueError(
-            f"sh_degree is {sh_degree}, but the table's shN is {list(sh_rest.shape)}: degree 0 to {of_table}."
+            f"sh_degree is {sh_degree!r}, but the table's shN is {list(sh_rest.shape)}: degree 0 to {of_table}."
         )
     return int(sh_degree)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ns_mgpu_splat.device import native
 from ns_mgpu_splat.splats import ply, seed
+from ns_mgpu_splat.splats.arguments import whole_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,8 +82,9 @@ class SplatTable:
         Raises: ValueError for a degree outside 0 to 3 or a capacity below `num_rows`.
         """
         check_degree(sh_degree)
+        num_rows = whole_number("num_rows", num_rows, 0)
         self._placed: list[tuple[int, int]] | None = None
-        self._capacity = num_rows if capacity is None else int(capacity)
+        self._capacity = num_rows if capacity is None else whole_number("capacity", capacity)
         if self._capacity < num_rows:
             raise ValueError(
                 f"capacity is {self._capacity:,}, but the table has {num_rows:,} rows. Raise the capacity."
@@ -91,7 +93,7 @@ class SplatTable:
 
         init()
         self.cells = native().TableCells()
-        for name, shape in column_shapes(num_rows, sh_degree).items():
+        for name, shape in column_shapes(num_rows, int(sh_degree)).items():
             dtype = torch.float16 if half and name == "shN" else torch.float32
             setattr(self, name, nn.Parameter(reserve(shape, self._capacity, dtype)))
 
@@ -289,7 +291,11 @@ class SplatTable:
         return self
 
     def write_rows(self, begin: int, values: Mapping[str, Tensor]) -> None:
-        """Overwrite rows from `begin` on, in place and piece by piece; all columns of `values` have as many rows."""
+        """Overwrite rows from `begin` on, in place and piece by piece; all columns of `values` have as many rows.
+
+        Raises: ValueError, and nothing is written, for a column that the table has not, or rows that do not fit into it.
+        """
+        self._check_rows(whole_number("begin", begin, 0), values)
         with torch.no_grad():
             for name, source in values.items():
                 column = getattr(self, name).detach()
@@ -298,6 +304,20 @@ class SplatTable:
                     if column.dtype == torch.float16:  # too large becomes the largest, not infinite
                         piece = piece.clamp(-HALF_MAX, HALF_MAX)
                     column[begin + first : begin + first + piece.shape[0]].copy_(piece)
+
+    def _check_rows(self, begin: int, values: Mapping[str, Tensor]) -> None:
+        columns = self.named_columns()
+        if unknown := sorted(set(values) - set(columns)):
+            raise ValueError(f"values names {unknown}; the columns are {', '.join(columns)}.")
+        rows = next((source.shape[0] for source in values.values() if source.dim()), 0)
+        for name, source in values.items():
+            wanted = (rows, *columns[name].shape[1:])
+            if tuple(source.shape) != wanted:
+                raise ValueError(f"{name} is {list(source.shape)}, expected {list(wanted)}.")
+        if begin + rows > self.num_rows:
+            raise ValueError(
+                f"Rows {begin:,} to {begin + rows:,} do not fit into a table of {self.num_rows:,} rows. Grow it first."
+            )
 
     def count_bad_rows(self) -> int:
         """Rows with a mean, size, rotation or opacity that is not finite: nothing draws them.
@@ -321,6 +341,7 @@ class SplatTable:
 
         Raises: ValueError if `rows` is below what the table has, or above its capacity.
         """
+        rows = whole_number("rows", rows, 0)
         if rows < self.num_rows:
             raise ValueError(
                 f"grow({rows:,}) on a table of {self.num_rows:,} rows; use shrink() to make it smaller."
@@ -340,6 +361,7 @@ class SplatTable:
 
         Raises: ValueError if `rows` is more than the table has.
         """
+        rows = whole_number("rows", rows, 0)
         if rows > self.num_rows:
             raise ValueError(f"shrink({rows:,}) on a table of {self.num_rows:,} rows; use grow().")
         if rows < self.num_rows:
@@ -407,7 +429,8 @@ class SplatTable:
         The rows that fit keep their values; new ones are zero. `capacity`: as in the constructor; default: unchanged,
         or `rows` if that is more.
         """
-        capacity = max(self.capacity, rows) if capacity is None else capacity
+        rows = whole_number("rows", rows, 0)
+        capacity = max(self.capacity, rows) if capacity is None else whole_number("capacity", capacity)
         if capacity < rows:
             raise ValueError(
                 f"capacity is {capacity:,}, but resize() was asked for {rows:,} rows. Raise the capacity."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ns_mgpu_splat.device import native
+from ns_mgpu_splat.splats.arguments import finite_number
 from ns_mgpu_splat.splats.loss import loss_mask
 from ns_mgpu_splat.splats.render import camera_list, check_sh_degree, fixed_background
 
@@ -121,20 +122,19 @@ def train_step(
     cameras = camera_list(cameras)
     if not cameras:
         raise ValueError("cameras is empty; a step needs one at least.")
+    targets = _tensor_list("targets", targets)
+    masks = [loss_mask(mask) for mask in _tensor_list("masks", () if masks is None else masks, optional=True)]
+    exposures = _tensor_list("exposures", () if exposures is None else exposures, optional=True)
+    ssim_weight = finite_number("ssim_weight", ssim_weight, 0, 1)
     if lrs is not None:
         optimizer.set_lrs(lrs)
-    targets = [targets] if isinstance(targets, Tensor) else list(targets)
-    if masks is not None:
-        masks = [loss_mask(mask) for mask in ([masks] if isinstance(masks, Tensor) else masks)]
-    if exposures is not None:
-        exposures = [exposures] if isinstance(exposures, Tensor) else list(exposures)
     result = native().train_step(
         table.columns(),
         optimizer.state(),
         optimizer.history,
         [camera.arguments() for camera in cameras],
         targets,
-        masks or (),
+        masks,
         () if accumulate else optimizer.pending,
         ssim_weight,
         fixed_background(background),
@@ -145,10 +145,26 @@ def train_step(
         images,
         *optimizer.step_arguments(),
         table.cells,
-        exposures or (),
+        exposures,
     )
     if accumulate:
         optimizer.pending.append(result.frame)
     else:
         optimizer.stepped(result.report)
     return TrainReport(result, result.dL_dviewmats if viewmat_grads else None)
+
+
+def _tensor_list(name: str, given: Any, *, optional: bool = False) -> list[Any]:
+    """One tensor or several as a list. Raises ValueError naming the entry that is none (nor None, if `optional`)."""
+    if isinstance(given, Tensor):
+        return [given]
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(
+            f"{name} is a {type(given).__name__}, expected a tensor, or a list of one for each camera."
+        )
+    for i, entry in enumerate(given):
+        if not isinstance(entry, Tensor) and not (optional and entry is None):
+            raise ValueError(
+                f"{name}[{i}] is a {type(entry).__name__}, expected a tensor{' or None' if optional else ''}."
+            )
+    return list(given)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -196,6 +198,30 @@ def test_reserving_nothing_and_growing_from_it() -> None:
 def test_bad_reservations_are_refused(shape: tuple[int, ...], capacity: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         torch.mgpu.reserve(shape, capacity)
+
+
+@pytest.mark.parametrize("bad", [1.5, "12", None, math.nan])
+def test_sizes_are_whole_numbers(bad: object) -> None:
+    """12.7 rows were 12."""
+    x = torch.mgpu.reserve((10, 3), 100)
+    for change in (torch.mgpu.grow, torch.mgpu.shrink):
+        with pytest.raises(
+            TypeError, match=f"torch.mgpu.{change.__name__} got .* expected a whole number of rows"
+        ):
+            change(x, bad)
+    with pytest.raises(TypeError, match="expected a whole size"):
+        torch.mgpu.reserve((bad,), 100)
+    with pytest.raises(TypeError, match="expected a whole capacity"):
+        torch.mgpu.reserve((3,), bad)
+    with pytest.raises(TypeError, match=r"torch.mgpu.place_rows got .* expected a list of \(begin, end\)"):
+        torch.mgpu.place_rows(x, [(0, bad)])
+    with pytest.raises(ValueError, match="no number of rows is that large"):
+        torch.mgpu.grow(x, 2**70)
+    assert x.shape == (10, 3)
+
+
+def test_a_single_number_has_no_misplaced_rows() -> None:
+    assert torch.mgpu.misplaced_bytes(torch.tensor(3.0, device="mgpu")) == 0
 
 
 def test_pages_move_and_the_tensor_does_not(shards: int) -> None:
