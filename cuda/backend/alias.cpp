@@ -138,8 +138,12 @@ at::Tensor Aliases::to_backing(const at::Tensor& tensor, bool in_list) {
 }
 
 at::Tensor Aliases::from_backing(const at::Tensor& result) {
-  if (!result.defined() || result.device().type() != kBackingType || result.layout() != c10::kStrided)
-    return result;
+  if (!result.defined() || result.device().type() != kBackingType) return result;
+  TORCH_CHECK(result.layout() == c10::kStrided && !result.is_quantized(),
+              "Device mgpu has strided tensors of plain numbers only, and this operator makes one of ",
+              result.is_quantized() ? c10::toString(result.scalar_type()) : "layout ",
+              result.is_quantized() ? "" : c10::str(result.layout()),
+              ". Move its arguments to the CPU first.");
   const c10::Storage& storage = result.storage();
   c10::Storage home;
   if (const Entry* entry = find(storage.unsafeGetStorageImpl()))

@@ -171,6 +171,7 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   Operator& entry = operator_entry(handle);
   std::optional<OperatorScope> scope;
   if (!entry.is_view) scope.emplace();
+  if (entry.fused) check_fused_optimizer(entry, *stack);
   if (entry.in_place) count_list_writes(entry, *stack);
   bool large = any_large(*stack, entry.writes.size());
   if (entry.cut != Cut::kNone && (large || may_grow_large(entry, *stack))) {

@@ -4,9 +4,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <numeric>
 
 #include "backend/alias.h"
@@ -30,7 +35,9 @@ auto with_torch_errors(const std::string& what, F work) {
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, what, ": ", error.what(), ".");
+    std::string why = error.what();
+    if (why.empty() || why.back() != '.') why += '.';
+    TORCH_CHECK(false, what, ": ", why);
   }
 }
 
@@ -115,7 +122,9 @@ struct Resizable {
     const void* base = tensor.storage().data();  // the tensor's own data_ptr() is null while it has no rows
     block = find_block(base);
     TORCH_CHECK(row_bytes == 0 || (block.base == base && block.base != nullptr && block.capacity > 0), name,
-                ": this tensor was not made by torch.mgpu.reserve(), so it has no room to grow in place.");
+                ": this tensor was not made by torch.mgpu.reserve(), or with a capacity of no rows, so it "
+                "has no room to grow "
+                "in place.");
     const int64_t others = other_holders(tensor.storage());
     TORCH_CHECK(
         others == 0, name, ": ", others,
@@ -127,7 +136,33 @@ struct Resizable {
   BlockInfo block;
 };
 
+// Stands at the end of a graph that leads to a tensor as it was.
+struct StaleGraph final : torch::autograd::FunctionPreHook {
+  explicit StaleGraph(std::string text) : text_(std::move(text)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& /*grads*/) override {
+    TORCH_CHECK(false, text_);
+  }
+  std::string text_;
+};
+
+// While a graph lives (a loss of an earlier step is still a variable), torch takes the place where it adds up
+// the tensor's gradients for the next graph, too: that one has the old shape. The next graph gets a new one,
+// and the old graph may not be gone through any more.
+void part_from_graphs(const at::Tensor& tensor, int64_t rows) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (!meta || rows == tensor.size(0)) return;
+  const std::lock_guard<std::mutex> lock(meta->mutex_);
+  if (const auto end = meta->grad_accumulator_.lock())
+    end->add_pre_hook(
+        std::make_unique<StaleGraph>("backward() through a graph that was made before torch.mgpu.grow() or "
+                                     "shrink() gave one of its leaves " +
+                                     std::to_string(rows) + " rows instead of " +
+                                     std::to_string(tensor.size(0)) + ". Render again first."));
+  meta->grad_accumulator_.reset();
+}
+
 void set_rows(const at::Tensor& tensor, int64_t rows, int64_t row_bytes) {
+  part_from_graphs(tensor, rows);
   tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(rows * row_bytes));
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape[0] = rows;

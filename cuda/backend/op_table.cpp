@@ -21,6 +21,11 @@ namespace {
 
 bool starts_with(const std::string& text, const char* head) { return text.rfind(head, 0) == 0; }
 
+bool is_fused_optimizer(const std::string& name) {
+  return starts_with(name, "aten::_fused_adam") || starts_with(name, "aten::_fused_sgd") ||
+         starts_with(name, "aten::_fused_adagrad");
+}
+
 // Operators that torch itself calls with CPU tensors beside device tensors: indices, and lists that hold step
 // counts. Operators of other libraries decide for themselves.
 bool may_take_cpu_tensors(const std::string& name) {
@@ -136,10 +141,8 @@ Cut cut_of(const c10::OperatorHandle& handle, const Operator& entry) {
   const bool has_lists = std::any_of(schema.arguments().begin(), schema.arguments().end(), is_tensor_list);
   if (has_lists) {
     const std::string& name = schema.name();
-    const bool fused = starts_with(name, "aten::_fused_adam") || starts_with(name, "aten::_fused_sgd") ||
-                       starts_with(name, "aten::_fused_adagrad");
     const bool foreach = starts_with(name, "aten::_foreach_") && !is_foreach_reduction(name);
-    if ((fused && name.back() == '_') || foreach) return Cut::kForeach;
+    if ((entry.fused && name.back() == '_') || foreach) return Cut::kForeach;
     return Cut::kNone;
   }
   int64_t inputs = 0;
@@ -165,6 +168,7 @@ void read_schema(const c10::OperatorHandle& handle, Operator& entry) {
     const auto* alias = arguments[i].alias_info();
     entry.argument_names.push_back(arguments[i].name());
     entry.writes.push_back(alias && alias->isWrite());
+    entry.is_out.push_back(arguments[i].is_out());
     entry.in_place |= entry.writes.back();
     if (arguments[i].name() == "generator") entry.generator_argument = static_cast<int>(i);
     if (arguments[i].name() == "dim") entry.dim_argument = static_cast<int>(i);
@@ -183,6 +187,7 @@ void read_schema(const c10::OperatorHandle& handle, Operator& entry) {
     entry.returned_argument.push_back(argument);
   }
   entry.takes_cpu_tensors = may_take_cpu_tensors(schema.name());
+  entry.fused = is_fused_optimizer(schema.name());
   entry.cut = cut_of(handle, entry);
   if (!entry.in_place && entry.cut != Cut::kNone && entry.cut != Cut::kRowWise &&
       entry.cut != Cut::kReduceAll) {

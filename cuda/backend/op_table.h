@@ -39,6 +39,7 @@ struct Operator {
   std::string name;       // "aten::add.Tensor"
   std::vector<std::string> argument_names;
   std::vector<bool> writes;            // by argument
+  std::vector<bool> is_out;            // by argument: an out=, which is written and not read
   std::vector<int> returned_argument;  // by result: the written argument that it is, or -1
   int generator_argument = -1;
   int memory_format_argument = -1;
@@ -48,6 +49,7 @@ struct Operator {
   bool takes_cpu_tensors = false;  // CPU tensors with dimensions may stand beside mgpu ones
   Cut cut = Cut::kNone;
   bool in_place = false;  // writes an argument (in place, or out=)
+  bool fused = false;     // an optimizer's step in one kernel
   const c10::OperatorHandle* handle = nullptr;
   const c10::OperatorHandle* out_overload = nullptr;  // of a functional pointwise operator
 

@@ -29,6 +29,8 @@ Outcome run_scatter(const Operator& entry, torch::jit::Stack* stack);
 Outcome run_random(const Operator& entry, torch::jit::Stack* stack);
 bool run_pointwise(const Operator& entry, torch::jit::Stack* stack);
 bool run_foreach(const Operator& entry, torch::jit::Stack* stack);
+// Refuse parameters whose gradients or moments are of another size: the fused kernels do not ask.
+void check_fused_optimizer(const Operator& entry, const torch::jit::Stack& stack);
 bool run_row_wise(const Operator& entry, torch::jit::Stack* stack);
 bool run_reduce_all(const Operator& entry, torch::jit::Stack* stack);
 

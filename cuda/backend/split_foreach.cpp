@@ -11,6 +11,7 @@ namespace {
 
 struct Group {
   std::vector<at::Tensor> operands;   // aliases, in the order of the lists
+  std::vector<at::Tensor> inputs;     // those of them that are read, which give the result its shape
   std::optional<ElementwiseCut> cut;  // none: small, whole, on the lead shard
   at::Tensor out;                     // alias of the result, if functional
 };
@@ -24,6 +25,26 @@ c10::IValue filtered(const c10::IValue& value, const std::vector<size_t>& kept) 
 }
 
 }  // namespace
+
+void check_fused_optimizer(const Operator& entry, const torch::jit::Stack& stack) {
+  const size_t arguments = entry.writes.size();
+  const size_t first = stack.size() - arguments;
+  if (!stack[first].isTensorList()) return;
+  const auto parameters = stack[first].toListRef();
+  for (size_t i = 1; i < arguments; ++i) {
+    const c10::IValue& argument = stack[first + i];
+    if (!argument.isTensorList() || entry.argument_names[i] == "state_steps") continue;
+    const auto list = argument.toListRef();
+    for (size_t g = 0; g < list.size() && g < parameters.size(); ++g) {
+      const at::Tensor& parameter = parameters[g].toTensor();
+      const at::Tensor& other = list[g].toTensor();
+      if (!parameter.defined() || !other.defined()) continue;
+      TORCH_CHECK_VALUE(other.sizes() == parameter.sizes(), entry.base_name, ": ", entry.argument_names[i],
+                        "[", g, "] is ", other.sizes(), " and the parameter ", parameter.sizes(),
+                        ". After torch.mgpu.grow() or shrink() of a parameter, change its moments alike.");
+    }
+  }
+}
 
 bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
   const size_t arguments = entry.writes.size();
@@ -62,11 +83,12 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
     for (size_t i = 0; i < arguments; ++i) {
       if (!is_list(i)) continue;
       group.operands.push_back(lists[i][g]);
+      if (!entry.is_out[i]) group.inputs.push_back(lists[i][g]);
       large |= is_large(argument(i).toListRef()[g].toTensor());
       if (entry.writes[i] && !written.defined()) written = lists[i][g];
     }
     if (!large) continue;
-    const auto shape = broadcast_shape(group.operands);
+    const auto shape = broadcast_shape(group.inputs);
     if (!shape) return false;
     if (written.defined()) {
       if (written.sizes() != c10::IntArrayRef(*shape)) return false;
@@ -107,7 +129,7 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
     const auto samples = probe.back().toTensorVector();
     if (samples.size() != count) return false;
     for (size_t g = 0; g < count; ++g) {
-      const auto shape = broadcast_shape(groups[g].operands);
+      const auto shape = broadcast_shape(groups[g].inputs);
       if (!shape) return false;
       auto cut = groups[g].cut;
       if (!cut) cut = ElementwiseCut::of(groups[g].operands, *shape, false);

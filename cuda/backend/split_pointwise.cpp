@@ -34,14 +34,13 @@ bool run_pointwise(const Operator& entry, torch::jit::Stack* stack) {
     if (entry.writes[i]) {
       if (written >= 0) return false;
       written = static_cast<int>(operands.size());
-    } else {
-      inputs.push_back(tensor);
     }
+    if (!entry.is_out[i]) inputs.push_back(tensor);  // out= takes the result's shape, and gives it none
     operands.push_back(aliases.to_backing(tensor));
   }
   if (entry.in_place && written < 0) return false;
 
-  const auto shape = broadcast_shape(entry.in_place ? operands : inputs);
+  const auto shape = broadcast_shape(inputs);
   if (!shape) return false;
   if (written >= 0) {
     const at::Tensor& out = operands[static_cast<size_t>(written)];

@@ -143,6 +143,31 @@ def test_a_stale_graph_is_noticed() -> None:
         loss.backward()
 
 
+def test_an_older_loss_that_still_lives_does_not_stand_in_the_way() -> None:
+    """As in a training loop, whose `loss` lives until the next one: torch adds gradients up where that graph ends."""
+    parameter = nn.Parameter(torch.mgpu.reserve((10, 2), 100))
+    for rows in (20, 30, 5, 40):
+        loss = (parameter * 2).sum()
+        loss.backward()
+        assert torch.equal(parameter.grad.cpu(), torch.full((parameter.shape[0], 2), 2.0))
+        parameter.grad = None
+        change = torch.mgpu.grow if rows > parameter.shape[0] else torch.mgpu.shrink
+        change(parameter, rows)
+    assert loss.grad_fn is not None, "it lives"
+
+
+@pytest.mark.parametrize(("change", "rows"), [("grow", 20), ("shrink", 5)])
+def test_a_stale_graph_that_saved_nothing_is_noticed(change: str, rows: int) -> None:
+    parameter = nn.Parameter(torch.mgpu.reserve((10, 2), 100))
+    loss = (parameter * 2).sum()
+    getattr(torch.mgpu, change)(parameter, rows)
+    with pytest.raises(RuntimeError, match=rf"gave one of its leaves {rows} rows instead of 10"):
+        loss.backward()
+    assert parameter.grad is None
+    (parameter * 3).sum().backward()
+    assert torch.equal(parameter.grad.cpu(), torch.full((rows, 2), 3.0))
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [(101, "do not fit the reserved capacity of 100 rows"), (9, "it can only grow")],

@@ -67,6 +67,38 @@ def test_fused_adam_is_cut_over_the_shards() -> None:
     assert counts == {"sharded": 1, "lead": 0, "fallback": 0, "large": 0}
 
 
+@pytest.mark.parametrize("rows", [60, 2**20])
+def test_a_fused_optimizer_refuses_moments_of_another_size(rows: int) -> None:
+    """Its kernels do not ask, and would read and write past their ends."""
+    parameter = nn.Parameter(torch.mgpu.reserve((50, 3), 2**20))
+    optimizer = torch.optim.Adam([parameter], fused=True)
+    (parameter * 2).sum().backward()
+    optimizer.step()
+    parameter.grad = None
+    torch.mgpu.grow(parameter, rows)
+    (parameter * 2).sum().backward()
+    before = parameter.detach().cpu()
+    with pytest.raises(
+        ValueError, match=rf"exp_avgs\[0\] is \[50, 3\] and the parameter \[{rows}, 3\].*alike"
+    ):
+        optimizer.step()
+    assert torch.equal(parameter.detach().cpu(), before)
+    stale = nn.Parameter(torch.zeros(20, 3, device="mgpu"))
+    with pytest.raises(ValueError, match=r"grads\[0\] is \[10, 3\]"):
+        torch._fused_sgd_(
+            [stale.detach()],
+            [torch.ones(10, 3, device="mgpu")],
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=0.1,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=True,
+        )
+
+
 def test_fused_adam_walks_right_over_a_transposed_parameter() -> None:
     start = torch.randn(7, 40, generator=torch.Generator().manual_seed(3))
     gradient = torch.randn(7, 40, generator=torch.Generator().manual_seed(4))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -221,3 +222,38 @@ def test_operators_with_two_results_leave_the_heap_whole() -> None:
     )
     assert done.returncode == 0, done.stderr[-800:]
     assert done.stdout.strip() == "all"
+
+
+@pytest.mark.usefixtures("split_everything")
+@pytest.mark.parametrize("shape", [(4, 3), (5, 4, 3), (1, 3), (0,), (7,)])
+def test_an_out_of_another_size_is_resized_as_on_the_cpu(shape: tuple[int, ...]) -> None:
+    """The result has the shape of what is read, even where it would fit into a larger out=."""
+    x = torch.randn(3, generator=GENERATOR)
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        "exp": lambda a, out: torch.exp(a, out=out),
+        "add": lambda a, out: torch.add(a, a, out=out),
+        "mul by one": lambda a, out: torch.mul(a, a[:1], out=out),
+        "_foreach_exp": lambda a, out: torch.ops.aten._foreach_exp.out([a], out=[out]),
+    }
+    for name, call in calls.items():
+        want, got = torch.full(shape, 7.0), torch.full(shape, 7.0, device="mgpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, on resizing
+            call(x, want)
+            call(x.to("mgpu"), got)
+        assert got.shape == want.shape == (3,), name
+        torch.testing.assert_close(got.cpu(), want, msg=name)
+
+
+def test_layouts_that_the_device_has_not_are_refused() -> None:
+    x = torch.eye(3, device="mgpu")
+    for make in (
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda y: y.to_sparse_bsr((1, 1)),
+        lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.quint8),
+    ):
+        with pytest.raises(RuntimeError, match=r"strided tensors of plain numbers only.*to the CPU first"):
+            make(x)
+    assert torch.equal(x.cpu(), torch.eye(3))
