@@ -28,6 +28,7 @@ EXCEPTIONS: dict[str, str] = {
     "as_strided.partial_views": "reads memory around its view, which a move to another device does not take along",
     "sparse.mm.reduce": "needs a sparse tensor, and the device has strided tensors only",
     "sparse.sampled_addmm": "needs a sparse tensor, and the device has strided tensors only",
+    "to_sparse": "makes a sparse tensor, and the device has strided tensors only",
     "tensor_split": "wants a tensor of indices on the CPU, as on every device",
 }
 
