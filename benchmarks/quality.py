@@ -29,7 +29,10 @@ from typing import Any
 SETTINGS: dict[str, tuple[list[str], dict[str, str]]] = {
     "float32": ([], {}),
     "half": (["--model", "half=True"], {}),
-    "shards": ([], {"MGPU_DEVICES": "0,0,0,0"}),
+    "shards": (
+        [],
+        {"MGPU_DEVICES": "cpu:4" if os.environ.get("MGPU_DEVICES", "").startswith("cpu") else "0,0,0,0"},
+    ),
 }
 
 
@@ -63,10 +66,13 @@ def standard_error(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
-def difference(mine: list[float], other: list[float]) -> str:
-    """Of two means, with its standard error."""
-    error = math.hypot(standard_error(mine), standard_error(other))
-    return f"{statistics.fmean(mine) - statistics.fmean(other):+.3f} +- {error:.3f}"
+def difference(mine: dict[int, float], other: dict[int, float]) -> str:
+    """Of two means, with its standard error; seed by seed if all of `mine` have their pair, as such runs begin alike."""
+    pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
+    if 1 < len(pairs) == len(mine):
+        return f"{statistics.fmean(pairs):+.3f} +- {standard_error(pairs):.3f}"
+    error = math.hypot(standard_error([*mine.values()]), standard_error([*other.values()]))
+    return f"{statistics.fmean(mine.values()) - statistics.fmean(other.values()):+.3f} +- {error:.3f}"
 
 
 def table(rows: list[dict[str, Any]], settings: list[str]) -> list[str]:
@@ -93,12 +99,18 @@ def table(rows: list[dict[str, Any]], settings: list[str]) -> list[str]:
     first = by_setting[settings[0]]
     for name in settings:
         group = by_setting[name]
-        values = {measure: [read(row) for row in group] for measure, read in measures.items()}
-        means = [f"{statistics.fmean(v):.3f} +- {standard_error(v):.3f}" for v in values.values()]
+        values = {m: {row["seed"]: read(row) for row in group} for m, read in measures.items()}
+        means = [
+            f"{statistics.fmean(v.values()):.3f} +- {standard_error([*v.values()]):.3f}"
+            for v in values.values()
+        ]
         ssim = statistics.fmean(row["ssim"] for row in group)
         lines.append(f"{name:10}{len(group):5}" + "".join(f"{mean:>18}" for mean in means) + f"{ssim:9.4f}")
         if name != settings[0]:
-            apart = [difference(values[m], [read(row) for row in first]) for m, read in measures.items()]
+            apart = [
+                difference(values[m], {row["seed"]: read(row) for row in first})
+                for m, read in measures.items()
+            ]
             lines.append(f"{'':15}" + "".join(f"{text:>18}" for text in apart))
     lines.append("spread of each photograph, dB: " + " ".join(f"{s:.2f}" for s in spread))
     return lines
