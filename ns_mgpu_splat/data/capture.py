@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -275,7 +276,7 @@ def _colmap_notes(root: Path, folder: Path, images_dir: Path, count: int) -> lis
             if theirs > count:
                 notes.append(
                     f"{shown(other, root)} is another reconstruction, of {theirs:,} images; this one has {count:,}. Choose "
-                    f"it with --pipeline.datamanager.dataparser.colmap-path {shown(other, root)}."
+                    f"it with --pipeline.datamanager.dataparser.colmap-path {shlex.quote(shown(other, root))}."
                 )
     return notes
 

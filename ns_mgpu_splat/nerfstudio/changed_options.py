@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,10 @@ def other_options_note(config: MgpuSplatTrainerConfig) -> str | None:
     Returns: None where nothing differs, no checkpoint is asked for, or no config.yml that can be read lies beside its folder.
     """
     if config.load_dir is not None:
-        models, asked = Path(config.load_dir), f"--load-dir {config.load_dir}"
+        models, asked = Path(config.load_dir), ("--load-dir", str(config.load_dir))
     elif config.load_checkpoint is not None:
-        models, asked = Path(config.load_checkpoint).parent, f"--load-checkpoint {config.load_checkpoint}"
+        models = Path(config.load_checkpoint).parent
+        asked = ("--load-checkpoint", str(config.load_checkpoint))
     else:
         return None
     file = models.resolve().parent / "config.yml"
@@ -45,7 +47,7 @@ def other_options_note(config: MgpuSplatTrainerConfig) -> str | None:
     more = f" and {len(changes) - kNamed:,} more" if len(changes) > kNamed else ""
     return printable(
         f"This run has other options than the one it goes on from: {named}{more}. To go on with all of that run's: "
-        f"--load-config {models.parent / 'config.yml'} {asked}"
+        f"{shlex.join(['--load-config', str(models.parent / 'config.yml'), *asked])}"
     )
 
 
@@ -138,4 +140,5 @@ def _place(path: PurePath) -> PurePath:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    """As it is typed on a command line."""
+    return shlex.join(map(str, value if isinstance(value, (list, tuple)) else [value]))

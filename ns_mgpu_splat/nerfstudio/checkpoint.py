@@ -324,7 +324,7 @@ def _older(path: Path) -> str:
     """A sentence on the newest whole checkpoint beside a broken one."""
     for _, other in checkpoints(path.parent):
         if other != path and _is_whole_zip(other):
-            return f" A whole one is beside it: --load-checkpoint {other}."
+            return f" A whole one is beside it: --load-checkpoint {shlex.quote(str(other))}."
     return " There is no other one beside it."
 
 

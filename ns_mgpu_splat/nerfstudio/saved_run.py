@@ -7,6 +7,7 @@ Nerfstudio's config.yml names Python objects; it is read here as plain data, whi
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,11 @@ def read_options(config: Path) -> dict[str, Any]:
     """A config.yml as plain data. Raises RunError if it is none of a run."""
     if config.is_dir():
         inside = config / "config.yml"
-        hint = f"Give --load-config {inside}." if inside.is_file() else "Give the config.yml of a run in it."
+        hint = (
+            f"Give --load-config {shlex.quote(str(inside))}."
+            if inside.is_file()
+            else "Give the config.yml of a run in it."
+        )
         raise RunError(f"{config} is a folder. {hint}")
     try:
         text = read_text(config)

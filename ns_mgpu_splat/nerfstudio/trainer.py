@@ -28,6 +28,7 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
+from rich.markup import escape
 
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio import checkpoint, preflight
@@ -257,8 +258,16 @@ class MgpuSplatTrainer(Trainer):
         )
         CONSOLE.print(
             f"Resuming at step {self._start_step:,} with {self.pipeline.model.num_points:,} Gaussians from "
-            f"{state['path']}{moved}."
+            f"{state['path']}{moved}.",
+            markup=False,
+            soft_wrap=True,
         )
+        if self.config.other_options is not None:
+            CONSOLE.print(
+                f"[bold yellow]{escape(self.config.other_options)}[/bold yellow]",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     # ---- training -------------------------------------------------------------------------------------------------
 

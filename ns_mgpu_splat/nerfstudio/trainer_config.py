@@ -11,8 +11,6 @@ from typing import Literal
 
 from nerfstudio.configs.base_config import LoggingConfig, MachineConfig, ViewerConfig
 from nerfstudio.engine.trainer import TrainerConfig
-from nerfstudio.utils.rich_utils import CONSOLE
-from rich.markup import escape
 from tyro.conf import Suppress
 
 from ns_mgpu_splat.data.capture import find_capture
@@ -155,6 +153,8 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
         False  # no fields, and not saved: whether the time names the run, and the topmost folder made for it
     )
     _made = None  # type: Path | None
+    # which options differ from those of the run that this one goes on from, in one line
+    other_options = None  # type: str | None
 
     def __post_init__(self) -> None:
         if self.load_config is not None:
@@ -220,7 +220,8 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
         """As Nerfstudio's, with the data's whole path, so that the run opens from any folder; an output folder that cannot be
         made or written ends in one sentence.
 
-        Before the file is written, which may be that of the earlier run, options that differ from that run's are said.
+        Before the file is written, which may be that of the earlier run, options that differ from that run's are looked for; the
+        trainer says them, below this dump of all options.
         """
         from ns_mgpu_splat.nerfstudio.changed_options import other_options_note
 
@@ -228,8 +229,6 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
             if part.data is not None:
                 part.data = part.data.absolute()
         note = other_options_note(self)
-        if note is not None:
-            CONSOLE.print(f"[bold yellow]{escape(note)}[/bold yellow]", highlight=False, soft_wrap=True)
         named_by_time = self.__dict__.pop("_named_by_time", False)
         try:
             made = self._make_folder(named_by_time)
@@ -239,7 +238,7 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
                 f"mgpu-splat: the output folder {self.get_base_dir()} cannot be written ({error.strerror}). Choose another "
                 "with --output-dir."
             ) from None
-        self._made = made
+        self._made, self.other_options = made, note
 
     def _make_folder(self, named_by_time: bool) -> Path | None:
         """Make the run's folder; returns the topmost folder that was made for it, None if the run's was there.

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from ns_mgpu_splat.nerfstudio.changed_options import changed_options, other_options_note
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
-from ns_mgpu_splat.nerfstudio.saved_run import read_options
+from ns_mgpu_splat.nerfstudio.saved_run import RunError, read_options
+from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
 from ns_mgpu_splat.nerfstudio.trainer_config import MgpuSplatTrainerConfig
 
 pytestmark = pytest.mark.any_mesh  # no mesh is started
@@ -44,17 +49,65 @@ def test_options_that_were_not_given_again_are_named(
     begun(tmp_path)
     config = going_on(tmp_path)
     config.save_config()
-    said = " ".join(capsys.readouterr().out.split())
+    assert "other options" not in capsys.readouterr().out, "it would stand below the dump of all options"
+    said = config.other_options or ""
     assert "--pipeline.datamanager.dataparser.downscale-factor None (was 2)" in said
     assert "--pipeline.model.max-gaussians 1000000 (was 300000)" in said
     assert "--optimizers.means.optimizer.lr" in said
     assert "(was 1e-05)" in said
     run = config.load_dir.parent
-    assert (
-        f" To go on with all of that run's: --load-config {run / 'config.yml'} --load-dir {config.load_dir} "
-        in said
+    assert said.endswith(
+        f" To go on with all of that run's: --load-config {run / 'config.yml'} --load-dir {config.load_dir}"
     )
     assert said.count("(was ") == 3
+
+
+@pytest.mark.parametrize("option", ["load_dir", "load_checkpoint"])
+def test_they_are_the_last_that_is_said_of_a_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Between the page of options and "Saving config" the line was overlooked."""
+    begun(tmp_path)
+    config = going_on(tmp_path)
+    path = config.load_dir / "step-000000059.ckpt"
+    if option == "load_checkpoint":
+        config.load_dir, config.load_checkpoint = None, path
+    config.save_config()
+    capsys.readouterr()
+    run: Any = SimpleNamespace(config=config, _start_step=60, pipeline=MagicMock())
+    run.pipeline.model.num_points = 1500
+    run._loaded = {"path": path, "schedule_steps": config.schedule_steps}
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.trainer.shard_names", lambda: ("cpu:0",))
+    MgpuSplatTrainer._load_checkpoint(run)
+    resuming, options = capsys.readouterr().out.splitlines()
+    assert resuming == f"Resuming at step 60 with 1,500 Gaussians from {path}."
+    assert options.startswith("This run has other options than the one it goes on from: ")
+    assert options == config.other_options
+
+
+@pytest.mark.parametrize("option", ["load_dir", "load_checkpoint"])
+def test_what_is_printed_can_be_typed(tmp_path: Path, option: str) -> None:
+    """A shell's own splitting gives the paths back, whatever is in their names."""
+    folder = tmp_path / "mein Test's"
+    begun(folder)
+    config = going_on(folder)
+    config.pipeline.datamanager.data = folder / "other $town"
+    models = config.load_dir
+    path = models if option == "load_dir" else models / "step-000000059.ckpt"
+    config.load_dir, config.load_checkpoint = None, None
+    setattr(config, option, path)
+    note = other_options_note(config) or ""
+    command = note.partition("To go on with all of that run's: ")[2]
+    flag = "--" + option.replace("_", "-")
+    assert shlex.split(command) == ["--load-config", str(models.parent / "config.yml"), flag, str(path)]
+    assert f"--data {shlex.quote(str(folder / 'other $town'))} (was " in note
+
+
+def test_the_file_that_a_folder_s_name_wants_can_be_typed(tmp_path: Path) -> None:
+    run = begun(tmp_path / "mein Test").get_base_dir()
+    with pytest.raises(RunError) as refused:
+        read_options(run)
+    assert f"Give --load-config {shlex.quote(str(run / 'config.yml'))}." in str(refused.value)
 
 
 def test_a_run_with_the_same_options_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

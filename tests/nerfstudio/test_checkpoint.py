@@ -127,16 +127,16 @@ def test_bytes_that_are_no_checkpoint_get_a_sentence(seed: int, tmp_path: Path) 
 
 def test_a_checkpoint_cut_anywhere_gets_a_sentence_that_names_a_whole_one(tmp_path: Path) -> None:
     table = {"means": torch.rand(40_000, 3), "shN": torch.rand(40_000, 15, 3)}
-    whole = checkpoint.save({"step": 1, "pipeline": table}, tmp_path, 1, True)
+    folder = tmp_path / "mein Test"  # its name must be quoted where an option is said
+    folder.mkdir()
+    whole = checkpoint.save({"step": 1, "pipeline": table}, folder, 1, True)
     file = whole.read_bytes()
-    cut = tmp_path / "step-000000002.ckpt"
+    cut = folder / "step-000000002.ckpt"
     for length in [0, 1, 100, 4096, *range(5000, len(file), len(file) // 15), len(file) - 100, len(file) - 1]:
         cut.write_bytes(file[:length])
         with pytest.raises(CheckpointError) as error:
             checkpoint.read(cut)
-        expected = (
-            f"Checkpoint {cut} is cut short or damaged. A whole one is beside it: --load-checkpoint {whole}."
-        )
+        expected = f"Checkpoint {cut} is cut short or damaged. A whole one is beside it: --load-checkpoint '{whole}'."
         assert str(error.value) == expected, length
 
 
