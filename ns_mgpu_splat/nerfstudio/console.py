@@ -36,6 +36,7 @@ class ProgressWriter(LocalWriter):
         self.latest: dict[str, float] = {}
         self.measured: dict[str, int] = {}  # the steps that these are of
         self.last_line = 0.0
+        self.finished = False
         self.terminal = sys.stdout.isatty()
         if banner_messages:
             print(*banner_messages, sep="\n")
@@ -52,6 +53,9 @@ class ProgressWriter(LocalWriter):
             )
             self.latest.update(entries)
             self.measured.update(dict.fromkeys(entries, of_step))
+        # of the last step `finish` says the numbers, once; Nerfstudio counts the time of the whole run to the step behind it
+        if self.finished or step + 1 >= int(writer.GLOBAL_BUFFER["max_iter"]):
+            return
         if step % writer.GLOBAL_BUFFER["steps_per_log"]:
             return
         now = time.monotonic()
@@ -62,13 +66,18 @@ class ProgressWriter(LocalWriter):
             print(self.line(step), flush=True)
 
     def finish(self, step: int) -> None:
-        """Leave the last line standing."""
-        if self.latest:
-            print(f"{chr(13) if self.terminal else ''}{self.line(step)}", flush=True)
+        """Say the last line, once: no other one is printed after it.
 
-    def line(self, step: int) -> str:
+        It has no steps a second, which would be those of the latest steps: the trainer then says those of the whole run.
+        """
+        if self.latest and not self.finished:
+            start = "\r\033[K" if self.terminal else ""
+            print(f"{start}{self.line(step, rate=False)}", flush=True)
+        self.finished = True
+
+    def line(self, step: int, rate: bool = True) -> str:
         """The numbers of a step, in a fixed order; those that are not known yet are left out, and of what was measured before, at
-        which step is said."""
+        which step is said. `rate`: with steps a second and time left."""
 
         def known(name: str, text: str) -> str | None:
             value = self.latest.get(name)
@@ -80,7 +89,7 @@ class ProgressWriter(LocalWriter):
             if name.startswith("Train Metrics Dict/memory_mib/")
         ]
         last = int(writer.GLOBAL_BUFFER["max_iter"])
-        seconds = self.latest.get(EventName.ETA.value) if step + 1 < last else None
+        seconds = self.latest.get(EventName.ETA.value) if rate else None
         of_step, held_out_of = self.measured.get("Train Loss", step), self.measured.get(kHeldOut, step)
         parts = [
             f"step {step + 1:,}/{last:,}",
@@ -89,7 +98,7 @@ class ProgressWriter(LocalWriter):
             known("Train Metrics Dict/psnr", "PSNR {:.2f} dB"),
             known("Train Metrics Dict/gaussian_count", "{:,.0f} Gaussians"),
             "memory " + " + ".join(f"{used:,.0f}" for used in memory) + " MiB" if memory else None,
-            known("Train Iter / Sec", "{:.2f} steps/s"),
+            known("Train Iter / Sec", "{:.2f} steps/s") if rate else None,
             known(
                 kHeldOut,
                 "one held-out view {:.2f} dB" + f" (step {held_out_of + 1:,})" * (held_out_of != of_step),

@@ -294,6 +294,7 @@ class MgpuSplatModel(SplatfactoModel):
         self.metrics_every = (
             10  # the trainer sets its own: an image is compared only where the numbers are shown
         )
+        self.last_step = -1  # the trainer sets it: its numbers are shown, too
         self.crop_box: OrientedBox | None = None
         self.background_color = torch.ones(3) if config.background_color == "white" else torch.zeros(3)
         self._viewer_background = self.background_color
@@ -624,10 +625,14 @@ class MgpuSplatModel(SplatfactoModel):
 
     # ---- metrics --------------------------------------------------------------------------------------------------
 
+    def shows(self, step: int) -> bool:
+        """Whether the numbers of a training step are shown."""
+        return step % self.metrics_every == 0 or step == self.last_step
+
     def get_metrics_dict(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
         """PSNR of this image (on the steps whose numbers are shown), Gaussians, and memory of each shard in MiB."""
         metrics: dict[str, Any] = {"gaussian_count": self.num_points}
-        if self.training and self.step % self.metrics_every:
+        if self.training and not self.shows(self.step):
             return metrics
         with torch.no_grad():
             rgb = self._exposed(outputs["rgb"], batch).clamp(0, 1)

@@ -132,7 +132,7 @@ class NativeSteps:
         if target.shape[2] != 3:
             behind = torch.tensor(background, device=target.device)
             target = model._target({"image": target, "image_idx": index}, behind)
-        shown = step % model.metrics_every == 0
+        shown = model.shows(step)
         exposure = None if model.exposure is None else model.exposure.row(index)
         report = train_step(
             model.table,

@@ -93,7 +93,7 @@ class MgpuSplatTrainer(Trainer):
         self._unlogged: list[tuple[int, StepResult, float]] = []
         self._written = -math.inf  # when numbers were last written out
         self._pictures = PictureClock()
-        self._clock = StepClock()
+        self._clock = StepClock(config.logging.max_buffer_size)
         self._row_check = RowCheck()
         self._whole_step = -1  # the latest one after which no gradients waited
         self._evaluation_due: int | None = None
@@ -141,6 +141,7 @@ class MgpuSplatTrainer(Trainer):
         self.pipeline.stop_wanted = lambda: self._stop_signal is not None
         self.pipeline.model.metrics_every = max(1, self.config.logging.steps_per_log)
         end, schedule = self.config.max_num_iterations, self.config.schedule_steps
+        self.pipeline.model.last_step = end - 1
         if end < schedule // 2:
             CONSOLE.print(
                 f"Training to step {end:,} of a schedule of {schedule:,}: learning rates will hardly have decayed. "
@@ -350,13 +351,19 @@ class MgpuSplatTrainer(Trainer):
         return checkpoint.resume_command(folder, sys.argv, dict(os.environ), fallback)
 
     def _say_how_long(self) -> None:
-        """Also what evaluations and checkpoints on the way took."""
+        """Below the last line of numbers; also what evaluations and checkpoints on the way took."""
+        self._finish_lines()
         synchronise()
         steps, seconds, rate = self._clock.total(self.step)
         if steps > 0:
             CONSOLE.print(
                 f"Trained {steps:,} steps in {seconds:.2f} s, {rate:.1f} steps/s while not saving or evaluating."
             )
+
+    def _finish_lines(self) -> None:
+        for event_writer in writer.EVENT_WRITERS:
+            if isinstance(event_writer, ProgressWriter):
+                event_writer.finish(self.step)
 
     def _stopping(self) -> bool:
         return self.stop_training or self._stop_signal is not None
@@ -395,10 +402,10 @@ class MgpuSplatTrainer(Trainer):
         waiting = len(self._unlogged)
         if waiting >= kWriteTogether or (waiting and time.monotonic() - self._written >= kWriteEvery):
             self._log_waiting()
-        if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
+        end = self.config.max_num_iterations
+        if step_check(step, self.config.logging.steps_per_log, run_at_zero=True) or step + 1 == end:
             self._unlogged.append((step, result, self._clock.lap(step)))
         self._update_viewer_state(step)
-        end = self.config.max_num_iterations
         if self._evaluates_at(step) and len(self.pipeline.datamanager.eval_dataset) > 0:
             self._evaluation_due = step
         # after N, 2N, ... steps, so that a run of N steps ends where a longer one saves
@@ -484,10 +491,18 @@ class MgpuSplatTrainer(Trainer):
 
     def _put_numbers(self, step: int, result: StepResult, seconds: float) -> None:
         self._check_loss(step, result)
-        writer.put_time(name=EventName.ITER_TRAIN_TIME, duration=seconds, step=step, update_eta=True)
-        writer.put_time(name="Train Iter / Sec", duration=1 / seconds, step=step)
-        pixels = self.pipeline.datamanager.get_train_rays_per_batch()
-        writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=pixels / seconds, step=step)
+        # not `put_time`, which takes a mean of means: a lap of one step in it counts as much as one of ten
+        left = self.config.max_num_iterations - step - 1
+        pixels = self.pipeline.datamanager.get_train_rays_per_batch() / seconds
+        writer.put_scalar(name=EventName.ITER_TRAIN_TIME, scalar=seconds, step=step)
+        writer.put_scalar(name=EventName.ETA, scalar=left * seconds, step=step)
+        writer.put_scalar(name="Train Iter / Sec", scalar=1 / seconds, step=step)
+        writer.put_scalar(name=EventName.TRAIN_RAYS_PER_SEC, scalar=pixels, step=step)
+        # where the viewer looks for it
+        writer.GLOBAL_BUFFER["events"][EventName.TRAIN_RAYS_PER_SEC.value] = {
+            "buffer": [pixels],
+            "avg": pixels,
+        }
         writer.put_scalar(name="Train Loss", scalar=result.loss, step=step)
         writer.put_dict(name="Train Loss Dict", scalar_dict=result.losses, step=step)
         writer.put_dict(name="Train Metrics Dict", scalar_dict=result.metrics, step=step)
@@ -555,9 +570,7 @@ class MgpuSplatTrainer(Trainer):
         Saving comes first: what goes wrong in an evaluation, or a kill during it, must not cost the run.
         """
         self.save_checkpoint(self.step)
-        for event_writer in writer.EVENT_WRITERS:
-            if isinstance(event_writer, ProgressWriter):
-                event_writer.finish(self.step)
+        self._finish_lines()
         try:
             self._final_evaluation()
             if self.viewer_state is not None:

@@ -59,9 +59,10 @@ class MgpuLoggingConfig(FillsIn, LoggingConfig):
     relative_log_dir: Path = Path()
     """Folder for tensorboard's files, below that of the run."""
     steps_per_log: int = 10
-    """Steps between two points of the curves in tensorboard, and between two lines of numbers at most."""
+    """Steps between two points of the curves in tensorboard, and between two lines of numbers at most. The last step has
+    both, too."""
     max_buffer_size: int = 20
-    """Steps over which the shown rates are means."""
+    """Points of the curves over which the shown rates are means: steps-per-log steps lie between two."""
     profiler: Literal["none", "basic", "pytorch"] = "none"
     """Nerfstudio's own measurements of its functions, "basic" to print them at the end; "pytorch" also writes traces of a few
     steps."""

@@ -9,6 +9,7 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
 
 from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
+from ns_mgpu_splat.nerfstudio.step_clock import StepClock
 
 
 def test_a_resumed_run_shows_its_own_step(
@@ -47,6 +48,86 @@ def test_numbers_of_an_earlier_step_say_so(monkeypatch: pytest.MonkeyPatch) -> N
     log(510)
     assert "one held-out view 17.50 dB (step 501)  " in line.line(510)
     log(1200)
-    last = line.line(1204)  # the last step is in no tenth: its numbers were not measured
-    assert last.split("  ")[:3] == ["step 1,205/1,205", "at step 1,201:", "loss 0.2500"]
-    assert "left" not in last
+    last = line.line(1203)  # a run that was stopped: this step's numbers were not read
+    assert last.split("  ")[:3] == ["step 1,204/1,205", "at step 1,201:", "loss 0.2500"]
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_follows_the_last_line_and_no_step_lies_beyond_the_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nerfstudio writes the time of the whole run as of step max_iter, after the final evaluation: with more than ten seconds
+    since the last line "step 241/240" stood below the end."""
+    clock = Clock()
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.console.time.monotonic", clock)
+    monkeypatch.setattr(writer, "EVENT_STORAGE", [])
+    monkeypatch.setattr(writer, "GLOBAL_BUFFER", {"max_iter": 240, "steps_per_log": 10, "events": {}})
+    line = ProgressWriter(ProgressWriterConfig())
+
+    def write_out() -> str:
+        line.write_stats_log(writer.EVENT_STORAGE[0]["step"])
+        writer.EVENT_STORAGE.clear()
+        return capsys.readouterr().out
+
+    for step in (0, 10, 239):
+        clock.now += 11.0
+        writer.put_scalar(name="Train Loss", scalar=step / 1000, step=step)
+        writer.put_scalar(name="Train Iter / Sec", scalar=90.0, step=step)
+        writer.put_scalar(name=EventName.ETA.value, scalar=7.0, step=step)
+        said = write_out()
+        if step == 239:
+            assert said == "", "it would be said twice"
+        else:
+            assert said == f"step {step + 1}/240  loss {step / 1000:.4f}  90.00 steps/s  0:07 left\n"
+    line.finish(239)
+    assert capsys.readouterr().out == "step 240/240  loss 0.2390\n"
+    clock.now += 11.0
+    writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict={"psnr": 20.0}, step=239)
+    writer.put_scalar(name=EventName.TOTAL_TRAIN_TIME.value, scalar=12.0, step=240)
+    assert write_out() == ""
+    line.finish(239)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_time_of_a_run_is_of_no_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever writes it out before the last line."""
+    monkeypatch.setattr(writer, "EVENT_STORAGE", [])
+    monkeypatch.setattr(writer, "GLOBAL_BUFFER", {"max_iter": 240, "steps_per_log": 10, "events": {}})
+    writer.put_scalar(name="Train Loss", scalar=0.25, step=230)
+    writer.put_scalar(name=EventName.TOTAL_TRAIN_TIME.value, scalar=12.0, step=240)
+    ProgressWriter(ProgressWriterConfig()).write_stats_log(230)
+    assert "241" not in capsys.readouterr().out
+
+
+def test_every_step_counts_the_same_in_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of rates gave the first step as much weight as the ten after it: 87.9 steps/s, where 20 took 0.16 s."""
+    clock = Clock()
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.step_clock.time.perf_counter", clock)
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.step_clock.synchronise", lambda: None)
+    laps = StepClock(window=3)
+    laps.start(60)
+    clock.now += 0.5
+    assert laps.lap(60) == pytest.approx(0.5)
+    clock.now += 1.0
+    assert laps.lap(70) == pytest.approx(1.5 / 11)
+    with laps.stopped():
+        clock.now += 100.0
+    clock.now += 0.9
+    assert laps.lap(79) == pytest.approx(2.4 / 20)
+    assert laps.total(79) == (20, pytest.approx(102.4), pytest.approx(20 / 2.4)), "the same rate"
+    clock.now += 1.0
+    assert laps.lap(89) == pytest.approx(2.9 / 29), "the first lap is out of the window"
+    laps.start(0)
+    clock.now += 0.25
+    assert laps.lap(0) == pytest.approx(0.25)

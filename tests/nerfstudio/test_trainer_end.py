@@ -20,7 +20,9 @@ from nerfstudio.utils.writer import TensorboardWriter
 from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
+from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
 from ns_mgpu_splat.nerfstudio.step_clock import StepClock
+from ns_mgpu_splat.nerfstudio.steps import StepResult
 from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
 
 STEPS = 3
@@ -73,6 +75,36 @@ def test_the_last_step_is_saved_once_and_before_it_is_evaluated(
 ) -> None:
     trainer.train()
     assert events == ["step 0", "step 1", "step 2", "save 2", "evaluate"]
+
+
+def test_the_numbers_of_the_last_step_are_read_and_nothing_is_said_after_its_line(
+    trainer: MgpuSplatTrainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every 10th step and of the last: its line would have the loss of an earlier one."""
+    end = trainer.config.max_num_iterations = 24
+    trainer._written, trainer._pictures, trainer._native = 0.0, MagicMock(), None
+    trainer._evaluation_due, trainer._save_due = None, False
+    trainer.pipeline.datamanager.get_train_rays_per_batch = lambda: 100
+    trainer.pipeline.datamanager.bring_images = lambda first, count: iter(())
+    monkeypatch.setattr(trainer, "_one_step", MgpuSplatTrainer._one_step.__get__(trainer))
+    monkeypatch.setattr(
+        trainer,
+        "train_iteration",
+        lambda step: StepResult(lambda: {"main_loss": step / 100}, lambda _: {"psnr": float(step)}),
+    )
+    line = ProgressWriter(ProgressWriterConfig())
+    monkeypatch.setattr(writer, "EVENT_WRITERS", [line])
+    monkeypatch.setattr(writer, "EVENT_STORAGE", [])
+    monkeypatch.setattr(writer, "GLOBAL_BUFFER", {"max_iter": end, "steps_per_log": 10, "events": {}})
+    read: list[int] = []
+    put = trainer._put_numbers
+    monkeypatch.setattr(trainer, "_put_numbers", lambda *words: read.append(words[0]) or put(*words))
+    trainer.train()
+    assert read == [0, 10, 20, 23]
+    said = capsys.readouterr().out.splitlines()
+    numbers = [number for number, each in enumerate(said) if each.startswith("step ")]
+    assert said[numbers[-1]] == "step 24/24  loss 0.2300"
+    assert said[numbers[-1] + 1].startswith("Trained 24 steps in ")
 
 
 def test_a_failing_evaluation_costs_no_run(
