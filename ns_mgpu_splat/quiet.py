@@ -2,7 +2,8 @@
 """Hide warnings that Nerfstudio 1.1.5 earns with a newer torch and that nobody who runs it can do anything about.
 
 Most are raised while Nerfstudio is imported, before it looks for methods, so they are hidden when torch is imported:
-torch calls the entry points of its group `torch.backends` then. Only the `ns-` commands are touched.
+torch calls the entry points of its group `torch.backends` then. Only the `ns-` commands are touched so; ours that run Nerfstudio
+(exporter.py, evaluate.py) call `hide_future_warnings` themselves.
 """
 
 from __future__ import annotations

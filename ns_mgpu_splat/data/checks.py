@@ -82,6 +82,30 @@ def shown(path: Path, root: Path) -> str:
         return str(path)
 
 
+def camera_file(source: Path) -> Path:
+    """The file with image sizes and lenses of a capture that `source` describes: COLMAP has them beside its images."""
+    return source.with_name(f"cameras{source.suffix}") if source.suffix in (".bin", ".txt") else source
+
+
+def _correct(source: Path, them: str) -> str:
+    """What to do about numbers of a camera that are wrong; nobody edits COLMAP's binary files."""
+    where = camera_file(source)
+    if where.suffix == ".bin":
+        return (
+            f"Run COLMAP or `ns-process-data` again, or have its model as text (`colmap model_converter --output_type TXT`) in "
+            f"the place of the .bin files and correct {them} in cameras.txt."
+        )
+    return f"Correct {them} in {where.name}." if where != source else f"Correct {them} there."
+
+
+def _size_remedy(source: Path) -> str:
+    """What to do about an image of another size than its camera's."""
+    if camera_file(source) == source:
+        return "Rescale the image, or correct w and h there."
+    again = "Give the photographs at the size that COLMAP saw, or run COLMAP or `ns-process-data` on these"
+    return f"{again}." if source.suffix == ".bin" else f"{again}, or correct the camera's line there."
+
+
 def check_pose(frame: Frame, source: Path) -> str | None:
     """Return what is wrong with a frame's pose or intrinsics, or None."""
     name = f"{frame.label} ({frame.name})"
@@ -113,7 +137,7 @@ def check_pose(frame: Frame, source: Path) -> str | None:
             f"{camera.cx:g}, {camera.cy:g}. They must be finite, in pixels, focal lengths above 0."
         )
     if camera.width < 1 or camera.height < 1:
-        return f"{source.name}: {name} has the image size {camera.width}x{camera.height}. Correct it there."
+        return f"{source.name}: {name} has the image size {camera.width}x{camera.height}. {_correct(source, 'it')}"
     shares = (camera.fx / camera.width, camera.fy / camera.height)
     if (
         max(*shares, abs(camera.cx) / camera.width, abs(camera.cy) / camera.height) > kLongFocus
@@ -121,8 +145,8 @@ def check_pose(frame: Frame, source: Path) -> str | None:
     ):
         return (
             f"{source.name}: {name} has the focal lengths {camera.fx:g}, {camera.fy:g} and the principal point {camera.cx:g}, "
-            f"{camera.cy:g}, which no camera has whose images are {camera.width}x{camera.height}. They are in pixels. Correct "
-            "them there."
+            f"{camera.cy:g}, which no camera has whose images are {camera.width}x{camera.height}. They are in pixels. "
+            f"{_correct(source, 'them')}"
         )
     coefficients = ", ".join(f"{c:g}" for c in frame.lens.coefficients)
     reason = why_no_fisheye(camera, frame.lens)
@@ -166,10 +190,12 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
         if info.size != expected and info.turned_size == expected:
             frame.orientation = info.orientation
         elif info.size != expected:
+            cameras = camera_file(capture.source)
+            sized = where if cameras == capture.source else f"the camera of {frame.label} in {cameras.name}"
             swapped = " Width and height look exchanged." if info.size == expected[::-1] else ""
             problems.append(
-                f"{file} is {info.size[0]}x{info.size[1]}, but {where} says {expected[0]}x{expected[1]}.{swapped} "
-                "Rescale the image, or correct w and h there."
+                f"{file} is {info.size[0]}x{info.size[1]}, but {sized} says {expected[0]}x{expected[1]}.{swapped} "
+                f"{_size_remedy(capture.source)}"
             )
     if frame.mask is not None:
         mask_file = shown(frame.mask, capture.root)

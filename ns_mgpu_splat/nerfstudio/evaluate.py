@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from ns_mgpu_splat.nerfstudio.saved_run import RunError, read_options
+from ns_mgpu_splat.quiet import hide_future_warnings
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the scores to this file too")
     arguments = parser.parse_args()
+    hide_future_warnings()
     try:
         scores = evaluate(arguments.load_config, untrained=arguments.untrained)
     except RunError as error:

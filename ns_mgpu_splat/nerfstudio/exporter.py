@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ns_mgpu_splat.quiet import hide_future_warnings
+
 # What Nerfstudio 1.1.5 imports for `ns-export` alone, and `gaussian-splat` and `cameras` do not use
 MESH_TOOLS = ("open3d", "mediapy", "xatlas", "pymeshlab", "skimage", "trimesh")
 
@@ -73,6 +75,7 @@ def main() -> None:
     if sys.argv[1:] == ["--path"]:
         print(Path(__file__).with_name("without_mesh_tools"))
         return
+    hide_future_warnings()  # the command's name does not say that it is one of Nerfstudio's
     make_mesh_tools_optional()
     from ns_mgpu_splat.nerfstudio import tools
 

@@ -4,6 +4,7 @@
 Each patch leaves other methods' behaviour as it is:
 - the viewer no longer sends all Gaussians to the browser as a hidden point cloud (viewer.py:282);
 - the legacy viewer, which cannot show splats of ours, is refused in a sentence;
+- `ns-viewer` ends its start with the address to open, not with "disabled local writer" (run_viewer.py:117);
 - `ns-export gaussian-splat` writes its file with numpy instead of a Python loop over numbers (exporter.py:583);
 - the tools open checkpoints with our reader, which says in a sentence what is wrong with one (eval_utils.py:24);
 - tensorboard takes the checksums of its files with NumPy (record_writer.py:42), instead of holding training up after a picture.
@@ -29,6 +30,7 @@ def apply() -> None:
     """Apply all patches; again is harmless."""
     _patch_viewer()
     _patch_legacy_viewer()
+    _patch_viewer_start()
     _patch_exporter()
     _patch_loader()
     _patch_checksums()
@@ -74,6 +76,24 @@ def _patch_legacy_viewer() -> None:
 
     refuse.refuses = True  # type: ignore[attr-defined]
     ViewerLegacyState.__init__ = refuse  # type: ignore[method-assign]
+
+
+def _patch_viewer_start() -> None:
+    for name in ("nerfstudio.scripts.viewer.run_viewer", "__main__"):
+        command = sys.modules.get(name)
+        original = getattr(command, "_start_viewer", None)
+        if original is None or hasattr(original, "says_where"):
+            continue
+
+        def start(config: Any, pipeline: Any, step: int, original: Any = original) -> None:
+            from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel
+            from ns_mgpu_splat.nerfstudio.viewer_start import start_viewer
+
+            ours = config.vis == "viewer" and isinstance(pipeline.model, MgpuSplatModel)
+            (start_viewer if ours else original)(config, pipeline, step)
+
+        start.says_where = True  # type: ignore[attr-defined]
+        command._start_viewer = start  # type: ignore[union-attr]
 
 
 def _patch_exporter() -> None:

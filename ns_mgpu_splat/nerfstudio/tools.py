@@ -3,11 +3,13 @@
 
 `ns-eval`, `ns-viewer`, `ns-render` and `ns-export` read the file before any code of a method runs, and leave what goes wrong
 there to the interpreter. So `watch`, called where Nerfstudio discovers this plug-in in such a command, has an uncaught error
-looked at before it is shown: if it came from opening the run, and the file explains it, that is said instead.
+looked at before it is shown: if it came from opening the run, and the file explains it, that is said instead. Ctrl-C, the only
+way to end `ns-viewer`, is no error.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -50,6 +52,12 @@ def watch(tool: str | None = None) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # a second one needs no words, whatever is being ended
+            print(f"{tool}: stopped.", file=sys.stderr)
+            raise SystemExit(130)
         config = config_argument()
         said = None if config is None else why_not_opened(config, error, trace)
         if said is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from scipy.spatial.transform import Rotation
 
 from ns_mgpu_splat.data.city import SplatSampler, Town, build_town, sample_splats, write_splats
 from ns_mgpu_splat.data.city import splats as splats_module
+from ns_mgpu_splat.data.city.raycast import SYSTEM_LIBRARIES, why_no_open3d
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,31 @@ def test_command_line_needs_no_open3d_for_splats_and_says_so_for_pictures(tmp_pa
     assert "libusb-1.0-0" in refused.stderr
     assert refused.stderr.strip().count("\n") == 0
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'open3d'"), "is not installed: `pip install open3d`"),
+        (
+            OSError("libusb-1.0.so.0: cannot open shared object file: No such file or directory"),
+            "needs the system library libusb-1.0.so.0, which is missing: `sudo apt install libusb-1.0-0 ",
+        ),
+        (ImportError("numpy is too old"), "cannot be imported (numpy is too old)"),
+    ],
+)
+def test_what_open3d_lacks_is_said(error: Exception, words: str) -> None:
+    """`pip install open3d` was advised where only a system library was missing."""
+    said = why_no_open3d(error)
+    assert words in said
+    assert ("pip install" in said) == isinstance(error, ModuleNotFoundError)
+
+
+def test_system_libraries_are_the_same_on_all_pages() -> None:
+    root = Path(__file__).parents[2]
+    for page in ("README.md", "docs/install.md"):
+        (line,) = re.findall(r"^sudo apt install ([^#\n]*)", (root / page).read_text(encoding="utf-8"), re.M)
+        assert line.strip() == f"make g++ python3-dev python3-venv {SYSTEM_LIBRARIES}", page
 
 
 def test_splats_have_the_colours_of_the_pictures(town: Town) -> None:

@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -242,6 +243,41 @@ def test_all_bad_images_are_listed_not_just_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_starts")
+@pytest.mark.parametrize("binary", [True, False])
+def test_an_image_of_another_size_than_colmap_saw_has_a_remedy(tmp_path: Path, binary: bool) -> None:
+    """It was to be corrected "there", in images.bin: a binary file, and not the one that has the size."""
+    made = scene.write_colmap(tmp_path / "data", images=3, points=50, binary=binary)
+    resized_image(made.root)
+    text = train(made.root, tmp_path / "out")
+    cameras = "cameras.bin" if binary else "cameras.txt"
+    assert f"view_001.png is 32x24, but the camera of image 1 in {cameras} says 64x48. " in text
+    assert (
+        "Give the photographs at the size that COLMAP saw, or run COLMAP or `ns-process-data` on these"
+        in text
+    )
+    assert ("correct the camera's line there" in text) == (not binary)
+    assert "correct w and h" not in text
+
+
+@pytest.mark.usefixtures("never_starts")
+@pytest.mark.parametrize("binary", [True, False])
+def test_a_lens_that_cannot_be_is_corrected_where_it_is_written(tmp_path: Path, binary: bool) -> None:
+    made = scene.write_colmap(tmp_path / "data", images=3, points=50, binary=binary)
+    cameras = next(made.root.rglob("cameras.*"))
+    if binary:
+        content = bytearray(cameras.read_bytes())
+        struct.pack_into("<d", content, 8 + 4 + 4 + 16, 1e12)  # count, id, model, size; then the focal length
+        cameras.write_bytes(content)
+    else:
+        *words, _, fy, cx, cy = cameras.read_text().split(" ")
+        cameras.write_text(" ".join([*words, "1e12", fy, cx, cy]))
+    text = train(made.root, tmp_path / "out")
+    assert "They are in pixels." in text
+    assert "orrect them in cameras.txt." in text
+    assert ("`colmap model_converter --output_type TXT`" in text) == binary
+
+
+@pytest.mark.usefixtures("never_starts")
 @pytest.mark.parametrize("older", [True, False])
 def test_checkpoint_cut_short_is_refused_and_an_older_whole_one_is_named(tmp_path: Path, older: bool) -> None:
     folder = tmp_path / "nerfstudio_models"
@@ -320,6 +356,23 @@ def test_a_bad_folder_is_said_before_the_page_of_options(run_tool: Callable, tmp
     assert f"{tmp_path / 'nowhere'} does not exist" in done.stderr
     assert "MgpuSplatTrainerConfig" not in done.stdout, "the configuration was dumped first"
     assert not (tmp_path / "outputs").exists()
+
+
+def test_our_commands_that_run_nerfstudio_are_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by their names, so they say so themselves; a warning of the user's own code stays."""
+    from ns_mgpu_splat.nerfstudio import evaluate
+
+    def warns(*_: object, **__: object) -> list[evaluate.ImageScore]:
+        for module in ("torch.jit._script", "nerfstudio.field_components.activations", "mine"):
+            warnings.warn_explicit(f"of {module}", FutureWarning, "x.py", 1, module=module)
+        return [evaluate.ImageScore("a", 1.0, 1.0)]
+
+    monkeypatch.setattr(evaluate, "evaluate", warns)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--load-config", "config.yml"])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        evaluate.main()
+    assert [str(each.message) for each in shown] == ["of mine"]
 
 
 def test_warnings_of_nerfstudio_are_hidden_in_its_commands_and_only_there(tmp_path: Path) -> None:

@@ -93,6 +93,35 @@ def viewer_port(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         log.close()
 
 
+def test_the_start_ends_with_the_address_and_ctrl_c_with_one_line(trained: Path, tmp_path: Path) -> None:
+    """Nerfstudio's ends in "disabled local writer" and in the traceback of a KeyboardInterrupt."""
+    port, log = free_port(), tmp_path / "viewer.log"
+    words = ["--load-config", trained, "--viewer.websocket-port", port]
+    with (
+        log.open("w") as out,
+        subprocess.Popen(
+            command("ns-viewer", *words), cwd=tmp_path, env=environment(), stdout=out, stderr=out
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + 120
+            while "in a browser" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    said = log.read_text()
+    assert said.splitlines()[-2:] == [
+        f"Open http://localhost:{port} in a browser. Ctrl-C ends the viewer.",
+        "ns-viewer: stopped.",
+    ]
+    assert "writer" not in said
+    assert "Traceback" not in said
+
+
 def shares(pixels: np.ndarray) -> dict[str, float]:
     """Which share of a picture's pixels has the hue of the red ball, the blue ball, the green checkers."""
     r, g, b = (pixels[..., i].astype(float) for i in range(3))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ _CHUNK = 160_000  # rays at once: bounds memory whatever the size of the picture
 _SKIN = 2e-3  # world units (2 cm): shadow rays start that far above the surface
 
 
+SYSTEM_LIBRARIES = "libusb-1.0-0 libgl1 libegl1"
+"""Debian's and Ubuntu's packages of what open3d's wheel loads and a server may lack."""
+
+
 class RaycastUnavailable(RuntimeError):
     """open3d cannot be imported."""
 
@@ -28,11 +33,21 @@ def import_open3d() -> Any:
     try:
         import open3d
     except (ImportError, OSError) as error:
-        raise RaycastUnavailable(
-            f"open3d, which takes the pictures, cannot be imported ({error}): install it with `pip install open3d` and, on "
-            "Debian, `apt install libusb-1.0-0 libgl1 libgomp1`; `--splats N` alone works without it."
-        ) from error
+        raise RaycastUnavailable(why_no_open3d(error)) from error
     return open3d
+
+
+def why_no_open3d(error: Exception) -> str:
+    """What is missing where open3d cannot be imported: itself, or a system library, which the linker names."""
+    library = re.search(r"(\S+\.so[.\d]*): cannot open shared object file", str(error))
+    if library is not None:
+        what = f"needs the system library {library[1]}, which is missing: `sudo apt install {SYSTEM_LIBRARIES}` (Debian, Ubuntu)"
+        what += " gives all that it needs"
+    elif isinstance(error, ModuleNotFoundError):
+        what = f"is not installed: `pip install open3d`, and `sudo apt install {SYSTEM_LIBRARIES}` (Debian, Ubuntu)"
+    else:
+        what = f"cannot be imported ({error})"
+    return f"open3d, which takes the pictures, {what}; `--splats N` alone works without it."
 
 
 @dataclass
