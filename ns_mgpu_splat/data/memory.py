@@ -51,9 +51,9 @@ def _container() -> int:
 
 
 def shown_bytes(count: float) -> str:
-    """`count` bytes for people: 712 B, 9.3 MB, 1.5 GB; decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
+    """`count` bytes for people: 712 B, 9.3 MiB, 1.5 GiB; in the units of the progress line, of pages and of options in GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 99.95 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
+        count /= 1024
+    return f"{count:,.1f} TiB"

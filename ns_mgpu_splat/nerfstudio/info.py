@@ -165,12 +165,22 @@ class Run:
             "sh_degree": self.sh_degree,
             "half": self.half,
             "bytes_per_gaussian": self._bytes(),
+            "capture_units": self._capture_units(),
             "extent": self._extent(),
             **self._partition(),
             "layout": self._layout_of_rows(),
             "shards": self.shards(),
             "trained_on": list(map(str, trained_on)) if isinstance(trained_on, (list, tuple)) else None,
         }
+
+    def _capture_units(self) -> float | None:
+        """How many of the capture's units of length one of the scene's is; None where the run does not say."""
+        from ns_mgpu_splat.nerfstudio.saved_run import RunError
+
+        try:
+            return self.run.world().scale
+        except RunError:
+            return None
 
     def _bytes(self) -> dict[str, int]:
         """Of a row on the device: its columns, and its optimizer state (two moments of each value, and a step)."""
@@ -252,6 +262,7 @@ class Run:
 
 def text_of(info: dict[str, Any]) -> str:
     """Lines for people."""
+    from ns_mgpu_splat.data.memory import shown_bytes
 
     def box(low: list[float], high: list[float]) -> str:
         return ", ".join(f"{n} {a:.4g} to {b:.4g}" for n, a, b in zip("xyz", low, high, strict=True))
@@ -266,11 +277,12 @@ def text_of(info: dict[str, Any]) -> str:
         (
             "memory",
             f"{size['total']:,} bytes a Gaussian: {size['columns']:,} to render, {size['optimizer']:,} to train; "
-            f"{size['total'] * info['gaussians'] / 2**20:,.1f} MiB in all",
+            f"{shown_bytes(size['total'] * info['gaussians'])} in all",
         ),
     ]
     if info["not_finite"]:
         lines.append(("not finite", f"{info['not_finite']:,} Gaussians: they are not drawn"))
+    lines.append(("lengths", _lengths_text(info["capture_units"])))
     if extent is not None:
         lines += [
             ("extent", box(extent["low"], extent["high"])),
@@ -290,9 +302,10 @@ def text_of(info: dict[str, Any]) -> str:
     ]
     if len(info["shards"]) > 1:
         lines.append(("layout", _layout_text(info["layout"])))
+    lines.append(("pages", _pages_text(info)))
     for shard in info["shards"]:
-        memory = shard["pages"] * kPageBytes / 2**20
-        text = f"{shard['rows']:,} Gaussians, {_count(shard['pages'], 'page')} ({memory:,.0f} MiB to render)"
+        rows = shown_bytes(shard["rows"] * size["columns"])
+        text = f"{_count(shard['rows'], 'Gaussian')}: {rows} to render; {_pages(shard['pages'])}"
         lines.append((shard["name"], text))
     if info["trained_on"] and info["trained_on"] != [shard["name"] for shard in info["shards"]]:
         lines.append(("trained on", ", ".join(info["trained_on"])))
@@ -307,6 +320,25 @@ def _layout_text(layout: dict[str, Any]) -> str:
     if layout["kind"] == "stripes":
         text = f"stripes of {layout['stripe_rows']:,} Gaussians, dealt to the shards in turn"
     return text + ("; training would sort the rows first" if layout["sorted_anew"] else "")
+
+
+def _lengths_text(capture_units: float | None) -> str:
+    text = "in units of the scene"
+    return text if capture_units is None else f"{text}; one is {capture_units:.4g} of the capture's own"
+
+
+def _pages_text(info: dict[str, Any]) -> str:
+    """What the shards' lines add up to, and why a shard's pages need not be as many as its rows fill."""
+    from ns_mgpu_splat.data.memory import shown_bytes
+
+    shards, held = info["shards"], info["bytes_per_gaussian"]["columns"] * info["gaussians"]
+    pages = sum(shard["pages"] for shard in shards)
+    text = f"{_pages(pages)} for {shown_bytes(held)} to render; each holds one column of neighbouring rows"
+    return text + (", and lies on the shard whose row is in its middle" if len(shards) > 1 else "")
+
+
+def _pages(number: int) -> str:
+    return f"{_count(number, 'page')} ({number * kPageBytes >> 20:,} MiB)"
 
 
 def _count(number: int, thing: str) -> str:

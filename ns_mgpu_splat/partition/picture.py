@@ -159,7 +159,11 @@ def _scale_bar(pen: ImageDraw.ImageDraw, scale: float, width: int, y: int) -> No
     for x in (left, right):
         pen.line((x, y - 5, x, y + 5), fill=TEXT, width=2)
     pen.line((left, y, right, y), fill=TEXT, width=2)
-    pen.text((right + 12, y - 10), f"{length:g} units of the scene", font=_font(17), fill=FAINT)
+    pen.text((right + 12, y - 10), _units(length), font=_font(17), fill=FAINT)
+
+
+def _units(length: float) -> str:
+    return f"{length:g} unit{'' if length == 1 else 's'} of the scene"
 
 
 def _axes(pen: ImageDraw.ImageDraw, x: int, y: int) -> None:

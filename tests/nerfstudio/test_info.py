@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,51 @@ def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert any(line.startswith("grid ") and "voxels of" in line for line in lines)
     for shard in torch.mgpu.mesh().shards:
         assert sum(line.startswith(shard) for line in lines) == 1
+
+
+def test_the_shards_lines_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two shards with as many rows had "1 page (2 MiB to render)" and "6 pages (12 MiB)", and 3 MiB of rows each."""
+    rows, mib = 60_000, 60_000 * 236 / 2**20
+    assert info.main([str(write_run(tmp_path, columns(rows)))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (said_of_all,) = (line for line in lines if line.startswith("pages "))
+    pages, size, held = re.search(
+        r"(\d+) pages \((\d+) MiB\) for ([\d.]+) MiB to render", said_of_all
+    ).groups()
+    assert (int(size), float(held)) == (2 * int(pages), pytest.approx(mib, abs=0.05))
+    shards = torch.mgpu.mesh().shards
+    assert ("on the shard whose row is in its middle" in said_of_all) == (len(shards) > 1)
+    found = [
+        re.search(r"([\d,]+) Gaussians: ([\d.]+) MiB to render; (\d+) pages? \((\d+) MiB\)$", line).groups()
+        for line in lines
+        if line.split()[0] in shards
+    ]
+    assert sum(int(each[0].replace(",", "")) for each in found) == rows
+    assert sum(float(each[1]) for each in found) == pytest.approx(mib, abs=0.06 * len(shards))
+    assert sum(int(each[2]) for each in found) == int(pages)
+    assert all(int(each[3]) == 2 * int(each[2]) for each in found)
+
+
+@pytest.mark.parametrize(("scale", "words"), [(0.125, "; one is 8 of the capture's own"), (None, "")])
+def test_lengths_have_a_unit(
+    scale: float | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path, columns(100))
+    if scale is not None:
+        world = {"transform": np.eye(4)[:3].tolist(), "scale": scale}
+        (tmp_path / "dataparser_transforms.json").write_text(json.dumps(world))
+    assert said(config, capsys)["capture_units"] == (None if scale is None else 1 / scale)
+    assert info.main([str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"lengths     in units of the scene{words}" in lines
+
+
+def test_the_scale_bar_of_one_unit_is_singular() -> None:
+    assert [picture._units(length) for length in (1.0, 0.5, 20.0)] == [
+        "1 unit of the scene",
+        "0.5 units of the scene",
+        "20 units of the scene",
+    ]
 
 
 def test_the_picture_has_each_shards_colour_where_its_rows_are(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_fit_is_refused_with_figures_and_a_way_out(changes: dict, wo
     with pytest.raises(PreflightError, match=words) as refused:
         plan(demand, (Shard("cpu:0", GB // 4),))
     assert "MGPU_DEVICES" in str(refused.value)
-    assert "250 MB is free on cpu:0" in str(refused.value)
+    assert "238 MiB is free on cpu:0" in str(refused.value)
 
 
 def test_a_run_is_refused_before_the_table_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +153,11 @@ def test_available_memory_is_a_containers_where_that_is_less(
     [
         (0, "0 B"),
         (712, "712 B"),
-        (9300, "9.3 kB"),
-        (999_600, "1.0 MB"),
-        (123_000_000, "123 MB"),
-        (2.5e12, "2.5 TB"),
+        (9523, "9.3 KiB"),
+        (999.6 * 1024, "1.0 MiB"),
+        (123 << 20, "123 MiB"),
+        (5 << 29, "2.5 GiB"),
+        (5 << 39, "2.5 TiB"),
     ],
 )
 def test_bytes_are_shown_for_people(count: float, text: str) -> None:

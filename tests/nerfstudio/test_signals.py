@@ -180,7 +180,7 @@ def test_a_disk_that_is_too_small_ends_before_the_first_step(
     life = lives.begin([*options(town, tmp_path), "fault:free:2000000"])
     assert lives.end() == 1
     assert life.steps() == []
-    assert re.search(r"needs 2\.[89] MB, but 2\.0 MB are free there", said(life))
+    assert re.search(r"needs 2\.[78] MiB, but 1\.9 MiB are free there", said(life))
     assert "Traceback" not in said(life)
 
 
