@@ -33,7 +33,7 @@ def start_device(announce: bool = True) -> torch.device:
                 f"mgpu-splat runs on the CPU ({len(shards)} shard{'s' * (len(shards) > 1)}): {why}."
             )
         else:
-            CONSOLE.print(f"mgpu-splat runs on {len(shards)} shards: {', '.join(shards)}.")
+            CONSOLE.print(f"mgpu-splat runs on {len(shards)} shard{'s' * (len(shards) > 1)}: {', '.join(shards)}.")
     return device
 
 

@@ -93,7 +93,7 @@ def resumed(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFac
     ):
         assert result["code"] == 0, result
         said = " ".join(str(result["out"]).split())
-        assert "saved on 1 shards, this is 3" in said
+        assert "saved on 1 shard, this is 3" in said
         assert f"Gaussians are kept in {order}" in said
     return folder / "tiny" / "mgpu-splat"
 
