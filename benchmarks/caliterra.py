@@ -34,6 +34,8 @@ import yaml
 
 CAP = 1_000_000
 LARGEST_PICTURE = 150_000  # bytes
+# PSNR, SSIM and PSNR with corrected colours in the last words of a run (`MgpuSplatPipeline.metrics_line`)
+kScores = r"held-out images: PSNR ([\d.]+) dB, SSIM (\d\.\d+), PSNR ([\d.]+) dB with corrected colours"
 
 
 def data_folder() -> Path:
@@ -261,7 +263,7 @@ def ns_train(data: Path, steps: int, seed: int, options: dict[str, Any]) -> dict
             options["log"].write_text(done.stdout + done.stderr)
         text = " ".join(done.stdout.split())
         trained = re.search(r"Trained ([\d,]+) steps in ([\d.]+) s, ([\d.]+) steps/s", text)
-        scored = re.search(r"held-out images: PSNR ([\d.]+) dB, SSIM (\d\.\d+), ([\d.]+) dB", text)
+        scored = re.search(kScores, text)
         counts = re.findall(r"([\d,]+) Gaussians", text)
         if done.returncode != 0 or trained is None or scored is None:
             sys.exit(f"ns-train ended with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,23 +172,49 @@ def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
         if path.suffix != ".json" or not path.is_file():
             raise DatasetError(f"{path} is a file. Give the folder of a capture, or its transforms.json.")
         return path
+    candidates = [str(colmap_path)] if colmap_path is not None else kColmapFolders
     if (path / "transforms.json").is_file() and colmap_path is None:
         return path / "transforms.json"
-    candidates = [str(colmap_path)] if colmap_path is not None else kColmapFolders
+    found = _reconstruction(path, candidates)
+    if found is not None:
+        return found
+    meant = _capture_near(path)
+    cure = f"Did you mean --data {shlex.quote(str(meant))}? That is a capture." if meant is not None else None
+    if not any(path.iterdir()):
+        raise DatasetError(
+            f"{path} is an empty folder. {cure}" if cure else f"{path} is an empty folder.{kGiveData}"
+        )
+    raise DatasetError(
+        f"{path} has neither a transforms.json (Nerfstudio) nor a {candidates[0]}/cameras.bin (COLMAP): there are no "
+        f"cameras. {cure or 'Run `ns-process-data` or COLMAP on the photographs first.'}"
+    )
+
+
+def _reconstruction(path: Path, candidates: Sequence[str]) -> Path | None:
+    """The first of some folders below `path` that holds a COLMAP reconstruction, whole or not."""
     for name in candidates:
         folder = path / name
         if any(
-            (folder / f"{stem}{suffix}").is_file()
+            is_file(folder / f"{stem}{suffix}")
             for stem in ("cameras", "images")
             for suffix in (".bin", ".txt")
         ):
             return folder
-    if not any(path.iterdir()):
-        raise DatasetError(f"{path} is an empty folder.{kGiveData}")
-    raise DatasetError(
-        f"{path} has neither a transforms.json (Nerfstudio) nor a {candidates[0]}/cameras.bin (COLMAP): there are no "
-        "cameras. Run `ns-process-data` or COLMAP on the photographs first."
-    )
+    return None
+
+
+def _capture_near(path: Path) -> Path | None:
+    """The capture whose folder of photographs `path` may be, or that lies in `path`; the whole path of its folder."""
+    here = Path(os.path.abspath(path))
+    try:
+        below = sorted(each for each in here.iterdir() if each.is_dir())
+    except OSError:
+        below = []
+    for folder in (here.parent, *below):
+        # not the reconstruction's own folder, which is none of a capture
+        if is_file(folder / "transforms.json") or _reconstruction(folder, kColmapFolders[:-1]) is not None:
+            return folder
+    return None
 
 
 def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path: Path | None) -> Capture:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Level = Literal["full", "sizes", "none"]
 
 kSkip = "--pipeline.datamanager.on-bad-image skip"
-kFixHint = f"Restore the file, or leave such frames out with {kSkip}"
+kRestore = "Restore the file"
+kFixHint = f"{kRestore}, or leave such frames out with {kSkip}"
 kHeaderThreads = 16  # they wait for the disk, not for each other
 
 kLongestName = 4000  # letters of a path
@@ -175,8 +176,8 @@ def _similar(path: Path) -> Path | None:
         return None
 
 
-def check_header(frame: Frame, capture: Capture) -> list[str]:
-    """Return what the headers of a frame's image and mask say is wrong. Reads no pixels.
+def check_header(frame: Frame, capture: Capture, fix: str = kFixHint) -> list[str]:
+    """Return what the headers of a frame's image and mask say is wrong, and `fix`. Reads no pixels.
 
     Sets `frame.orientation` (and the mask's) where EXIF's rotation makes the size fit, and `frame.has_alpha`.
     """
@@ -184,7 +185,7 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
     file = shown(frame.image, capture.root)
     where = f"{frame.label} of {capture.source.name}"
     problems: list[str] = []
-    info = _header(frame.image, file, where, "", problems)
+    info = _header(frame.image, file, where, "", problems, fix)
     if info is not None:
         frame.has_alpha = info.has_alpha
         if info.size != expected and info.turned_size == expected:
@@ -199,7 +200,7 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
             )
     if frame.mask is not None:
         mask_file = shown(frame.mask, capture.root)
-        info = _header(frame.mask, mask_file, where, f" as the mask of {file}", problems)
+        info = _header(frame.mask, mask_file, where, f" as the mask of {file}", problems, fix)
         if info is not None and info.size != expected and info.turned_size == expected:
             frame.mask_orientation = info.orientation
         elif info is not None and info.size != expected:
@@ -210,10 +211,12 @@ def check_header(frame: Frame, capture: Capture) -> list[str]:
     return problems
 
 
-def _header(path: Path, file: str, where: str, role: str, problems: list[str]) -> images.ImageInfo | None:
+def _header(
+    path: Path, file: str, where: str, role: str, problems: list[str], fix: str
+) -> images.ImageInfo | None:
     if not is_file(path):
         similar = _similar(path)
-        hint = f"{similar.name} is there: rename it, or correct the name" if similar else kFixHint
+        hint = f"{similar.name} is there: rename it, or correct the name" if similar else fix
         if len(file) > kLongestName:
             problems.append(
                 f"{file[:kLongestName]}... is no name that a file can have, but {where} names it{role}."
@@ -226,14 +229,14 @@ def _header(path: Path, file: str, where: str, role: str, problems: list[str]) -
     try:
         return images.probe(path)
     except images.ImageError as error:
-        problems.append(f"{file} cannot be read: {error}. {kFixHint}.")
+        problems.append(f"{file} cannot be read: {error}. {fix}.")
     except OSError as error:
-        problems.append(f"{file} cannot be read: {error.strerror or error}. {kFixHint}.")
+        problems.append(f"{file} cannot be read: {error.strerror or error}. {fix}.")
     return None
 
 
-def check_pixels(frame: Frame, capture: Capture, decode: bool) -> list[str]:
-    """Return what is wrong with the pixels of a frame whose headers are sound.
+def check_pixels(frame: Frame, capture: Capture, decode: bool, fix: str = kFixHint) -> list[str]:
+    """Return what is wrong with the pixels of a frame whose headers are sound, and `fix`.
 
     Args:
         decode: read all of them, and set `frame.has_alpha` to whether any is not opaque. Otherwise only look at the end
@@ -255,7 +258,7 @@ def check_pixels(frame: Frame, capture: Capture, decode: bool) -> list[str]:
         except OSError as error:
             reason = error.strerror or str(error)
         if reason is not None:
-            problems.append(f"{shown(path, capture.root)} cannot be read: {reason}. {kFixHint}.")
+            problems.append(f"{shown(path, capture.root)} cannot be read: {reason}. {fix}.")
     return problems
 
 
@@ -265,16 +268,18 @@ def usable_points(points: np.ndarray) -> np.ndarray:
         return (np.abs(points) <= kFarthest).all(axis=1)
 
 
-def check_points(points: np.ndarray, source: Path) -> str | None:
-    """Return what is wrong with seed points (N, 3), or None."""
+def check_points(points: np.ndarray, source: Path, skip: bool = False) -> str | None:
+    """Return what is wrong with seed points (N, 3), or None. `skip`: they are left out already."""
     bad = ~usable_points(points)
     if not bad.any():
         return None
     first = points[int(bad.argmax())]
+    cure = (
+        "Remove them from the file" if skip else f"Remove them from the file, or leave them out with {kSkip}"
+    )
     return (
         f"{source}: {int(bad.sum()):,} of {len(points):,} points have NaN, infinite or absurd coordinates, the first is "
-        f"point {int(bad.argmax()):,} at {', '.join(f'{v:g}' for v in first)}. Remove them from the file, or leave them "
-        f"out with {kSkip}."
+        f"point {int(bad.argmax()):,} at {', '.join(f'{v:g}' for v in first)}. {cure}."
     )
 
 
@@ -283,6 +288,7 @@ def find_bad_frames(
     level: Level,
     progress: Callable[[str, int, int], None] | None = None,
     workers: int = 2,
+    skip: bool = False,
 ) -> list[BadFrame]:
     """Check all frames of a capture: poses, then all headers, then the pixels of what is sound so far.
 
@@ -292,8 +298,10 @@ def find_bad_frames(
             looks at poses and intrinsics.
         progress: called with (what is done, done, total) after each file.
         workers: threads that decode.
+        skip: bad frames are left out already: no sentence need say how to.
     Returns: what is wrong, in the order of the frames; a frame may be in it more than once.
     """
+    fix = kRestore if skip else kFixHint
     bad: list[BadFrame] = []
     first_of: dict[Path, Frame] = {}
     everything = list(range(len(capture.frames)))
@@ -320,10 +328,10 @@ def find_bad_frames(
                     progress(what, done + 1, len(members))
 
     if level != "none":
-        each("Checking image headers", kHeaderThreads, everything, lambda f: check_header(f, capture))
+        each("Checking image headers", kHeaderThreads, everything, lambda f: check_header(f, capture, fix))
         spoiled = {b.index for b in bad}
         sound = [i for i in everything if i not in spoiled]
         decode = level == "full"
         what = "Decoding all images once" if decode else "Checking the ends of image files"
-        each(what, workers, sound, lambda f: check_pixels(f, capture, decode))
+        each(what, workers, sound, lambda f: check_pixels(f, capture, decode, fix))
     return sorted(bad, key=lambda b: b.index)

@@ -51,6 +51,8 @@ kOneWay, kAllRound = 0.9, 0.2
 # Mean squared sine of the angles between the viewing directions and the nearest axis: below, Nerfstudio's focus, which is
 # found in float32, is rounding or no number at all.
 kParallel = 1e-6
+# Pixels of the shorter side that rescaled images must keep: a tile's side; SSIM's window is 11 wide.
+kLeastSide = 16
 
 
 @dataclass
@@ -215,11 +217,12 @@ class MgpuSplatDataParser(DataParser):
             return self._capture
         config = self.config
         capture = read_capture(config.data, config.images_path, config.colmap_path, config.masks_path)
+        check_factor(capture.frames, 1 if config.downscale_factor is None else int(config.downscale_factor))
         level = self.level
         if level == "full" and sum(f.camera.width * f.camera.height for f in capture.frames) > kDecodePixels:
             level = "sizes"
         with _check_progress() as progress:
-            bad = find_bad_frames(capture, level, progress, self.workers)
+            bad = find_bad_frames(capture, level, progress, self.workers, self.skip)
         unusable = merged(capture.bad_entries) + [b.sentence for b in bad]
         general, cloud = list(capture.problems), None
         if self.want_points and config.seed_points:
@@ -263,7 +266,7 @@ class MgpuSplatDataParser(DataParser):
         if found is None:
             return None
         xyz, rgb, path = found
-        sentence = check_points(xyz, path)
+        sentence = check_points(xyz, path, self.skip)
         if sentence is not None:
             usable = usable_points(xyz)
             xyz, rgb = xyz[usable], rgb[usable]
@@ -500,6 +503,28 @@ def check_options(config: MgpuSplatDataParserConfig) -> None:
     ):  # fmt: skip
         if not fits:
             raise DatasetError(f"--pipeline.datamanager.dataparser.{option} is {value}; it must be {wanted}.")
+
+
+def check_factor(frames: list[Frame], factor: int) -> None:
+    """Raise DatasetError if a downscale factor leaves less of an image than can be trained on.
+
+    Sizes are those that the capture's file says; which of them are wrong is found later.
+    """
+    cameras = [f.camera for f in frames if f.camera.width >= 1 and f.camera.height >= 1]
+    if factor == 1 or not cameras:
+        return
+    smallest = min(cameras, key=lambda c: min(c.width, c.height))
+    side = min(smallest.width, smallest.height)
+    if side // factor >= kLeastSide:
+        return
+    most = side // kLeastSide
+    cure = f"The largest factor that makes sense is {most}" if most > 1 else "Leave it out"
+    size = f"{smallest.width}x{smallest.height}"
+    left = f"{max(1, smallest.width // factor)}x{max(1, smallest.height // factor)}"
+    raise DatasetError(
+        f"--pipeline.datamanager.dataparser.downscale-factor {factor} leaves {left} pixels of images of {size}; at least "
+        f"{kLeastSide} must be left of the shorter side. {cure}."
+    )
 
 
 def image_source(frame: Frame, factor: int) -> ImageSource:

@@ -132,7 +132,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         texts = (
             ("psnr", "PSNR {:.2f} dB"),
             ("ssim", "SSIM {:.4f}"),
-            ("cc_psnr", "{:.2f} dB with corrected colours"),
+            ("cc_psnr", "PSNR {:.2f} dB with corrected colours"),
             ("lpips", "LPIPS {:.4f}"),
         )
         said = ", ".join(text.format(metrics[name]) for name, text in texts if name in metrics)

@@ -556,7 +556,8 @@ DAMAGED = [
     # files
     Case("no such folder", nothing, ("nowhere does not exist", "--data"), data="nowhere"),
     Case("an empty folder", lambda r: (r / "empty").mkdir(), ("is an empty folder",), data="empty"),
-    Case("photographs alone", nothing, ("there are no cameras", "ns-process-data"), data="images"),
+    Case("photographs alone", remove("transforms.json"), ("there are no cameras", "ns-process-data"), data="images"),
+    Case("photographs of a capture", nothing, ("there are no cameras", "Did you mean --data"), data="images"),
     Case("a photograph as dataset", nothing, ("view_001.png is a file", "folder of a capture"), data=SECOND),
     Case("a device as dataset", lambda r: (r / "null").symlink_to("/dev/null"), ("null is a file",), data="null"),
     Case("an image is missing", remove(SECOND), (f"{SECOND} is missing", "frame 1 of transforms.json")),

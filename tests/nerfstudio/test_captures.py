@@ -113,6 +113,101 @@ def test_lists_in_the_file_decide_the_split(tmp_path: Path) -> None:
     assert [p.name for p in parse(tmp_path, "val").image_filenames] == made.names[4:]
 
 
+@pytest.mark.parametrize(
+    ("size", "factor", "words"),
+    [
+        ((64, 48), 3, None),  # 21x16
+        ((64, 48), 4, "leaves 16x12 pixels of images of 64x48; at least 16 must be left of the shorter side. "
+         "The largest factor that makes sense is 3."),
+        ((48, 64), 1000, "leaves 1x1 pixels of images of 48x64; at least 16"),
+        ((40, 31), 2, "leaves 20x15 pixels of images of 40x31; at least 16 must be left of the shorter side. Leave it out."),
+        ((8, 6), 1, None),
+        ((8, 6), None, None),
+    ],
+)  # fmt: skip
+def test_a_downscale_factor_that_leaves_no_picture_is_refused(
+    tmp_path: Path, size: tuple[int, int], factor: int | None, words: str | None
+) -> None:
+    """1000 trained on pictures of a pixel or two, and said nothing."""
+    scene.write_nerfstudio(tmp_path, images=2, width=size[0], height=size[1])
+    if words is None:
+        assert parse(tmp_path, downscale_factor=factor).cameras.height[0] == size[1] // (factor or 1)
+        return
+    with pytest.raises(checks.DatasetError) as refused:
+        parse(tmp_path, downscale_factor=factor)
+    assert f"--pipeline.datamanager.dataparser.downscale-factor {factor} {words}" in str(refused.value)
+
+
+def test_the_least_side_that_may_be_left_is_the_smallest_image_s(tmp_path: Path) -> None:
+    scene.write_nerfstudio(tmp_path, images=3)
+    file = tmp_path / "transforms.json"
+    meta = json.loads(file.read_text())
+    meta["frames"][1].update(w=60, h=20)
+    file.write_text(json.dumps(meta))
+    with pytest.raises(checks.DatasetError, match="leaves 30x10 pixels of images of 60x20"):
+        parse(tmp_path, downscale_factor=2)
+
+
+@pytest.mark.parametrize("layout", ["nerfstudio", "colmap"])
+@pytest.mark.parametrize(("asked", "meant"), [("mein Test/images", "mein Test"), ("", "mein Test")])
+def test_a_folder_beside_the_capture_s_own_is_answered_with_that(
+    tmp_path: Path, layout: str, asked: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its photographs' folder, or the one that it lies in."""
+    write_good(tmp_path / "mein Test", layout)
+    expected = f"there are no cameras. Did you mean --data '{tmp_path / meant}'? That is a capture."
+    with pytest.raises(checks.DatasetError) as refused:
+        captures.find_capture(tmp_path / asked)
+    assert str(refused.value).endswith(expected)
+    monkeypatch.chdir(tmp_path)  # the folder that is meant is said in full
+    with pytest.raises(checks.DatasetError) as refused:
+        captures.find_capture(Path(asked))
+    assert str(refused.value).endswith(expected)
+
+
+def test_a_folder_far_from_any_capture_is_answered_with_what_makes_one(tmp_path: Path) -> None:
+    (tmp_path / "photos" / "sub").mkdir(parents=True)
+    with pytest.raises(checks.DatasetError, match=r"there are no cameras\. Run `ns-process-data` or COLMAP"):
+        captures.find_capture(tmp_path / "photos")
+    write_good(tmp_path / "capture", "colmap")
+    for asked in (
+        "photos/sub",
+        "capture/sparse",
+    ):  # not the reconstruction's folder, which has no photographs
+        with pytest.raises(checks.DatasetError) as refused:
+            captures.find_capture(tmp_path / asked)
+        said = f"Did you mean --data {tmp_path / 'capture'}?"
+        assert (said in str(refused.value)) == (asked == "capture/sparse")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_leaving_bad_frames_out_is_not_advised_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], skip: bool
+) -> None:
+    made = scene.write_nerfstudio(tmp_path, images=6, points=50)
+    images = [tmp_path / "images" / name for name in made.names]
+    images[1].unlink()
+    images[2].write_bytes(b"")
+    images[3].write_bytes(images[3].read_bytes()[:-200])
+    points, colors = scene.surface_points(50)
+    points[17] = np.nan
+    scene.write_ply(tmp_path / "sparse_pc.ply", points, colors)
+    parser = MgpuSplatDataParserConfig(data=tmp_path).setup()
+    parser.level, parser.skip = "full", skip
+    if skip:
+        parser.get_dataparser_outputs("train")
+        said = capsys.readouterr().out
+    else:
+        with pytest.raises(checks.DatasetError) as refused:
+            parser.get_dataparser_outputs("train")
+        said = str(refused.value)
+    for path in images[1:4]:
+        assert path.name in said
+    assert said.count("Restore the file") == 3
+    assert "Remove them from the file" in said
+    assert said.count("on-bad-image skip") == (0 if skip else 4)
+
+
 @pytest.mark.parametrize("size", [(64, 48), (63, 47)])
 def test_downscaled_cameras_see_the_same_field_of_view(tmp_path: Path, size: tuple[int, int]) -> None:
     scene.write_nerfstudio(tmp_path, images=2, width=size[0], height=size[1])

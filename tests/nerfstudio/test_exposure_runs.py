@@ -43,7 +43,7 @@ def scores(result: dict) -> dict[str, float]:
     """PSNR and, where it is said, PSNR with corrected colours."""
     text = " ".join(str(result["said"]).split())
     found = re.search(
-        r"held-out images: PSNR ([\d.]+) dB, SSIM [\d.]+(?:, ([\d.]+) dB with corrected)?", text
+        r"held-out images: PSNR ([\d.]+) dB, SSIM [\d.]+(?:, PSNR ([\d.]+) dB with corrected)?", text
     )
     assert found is not None, text[-2000:]
     return {"psnr": float(found[1]), "cc_psnr": float(found[2] or "nan")}
