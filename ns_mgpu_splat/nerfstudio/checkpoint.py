@@ -353,7 +353,7 @@ def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Pat
 
     A run whose folder was moved is read where its config.yml is now.
     """
-    from ns_mgpu_splat.nerfstudio.tools import moved_folder
+    from ns_mgpu_splat.nerfstudio.tools import moved_folder, speaker
 
     assert config.load_dir is not None
     moved = moved_folder(config)
@@ -365,6 +365,6 @@ def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Pat
         state = read(path)
         pipeline.load_pipeline(state["pipeline"], state["step"])
     except CheckpointError as error:
-        raise SystemExit(f"mgpu-splat: {error}") from None
+        raise SystemExit(f"{speaker()}: {error}") from None
     CONSOLE.print(f":white_check_mark: Done loading checkpoint from {path}")
     return path, state["step"]

@@ -42,6 +42,7 @@ from ns_mgpu_splat.device import is_initialized, native
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
 from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed, kAhead
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
+from ns_mgpu_splat.nerfstudio.tools import speaker
 
 kMostThreads = 16  # that decode by themselves: beyond, memory and disk are the limit
 kAheadShare = 4  # at most this part of the image cache is on its way
@@ -269,7 +270,7 @@ class MgpuSplatDatamanager(FullImageDatamanager):
         except DatasetError as error:
             moved = "" if test_mode == "val" else self._where_it_was()
             said = str(error).removesuffix(kGiveData) if moved else str(error)
-            raise SystemExit(f"mgpu-splat: {said}{moved}") from None
+            raise SystemExit(f"{speaker()}: {said}{moved}") from None
         self.exclude_batch_keys_from_device = self.train_dataset.exclude_batch_keys_from_device
         self._feed: ImageFeed | None = None
         # how to get the measured depths of each training image, and those that were wanted already

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from ns_mgpu_splat.nerfstudio.tools import speaker
+
 _announced = False
 
 
@@ -23,7 +25,7 @@ def start_device(announce: bool = True) -> torch.device:
     try:
         device = ns_mgpu_splat.init()
     except (RuntimeError, ValueError, OSError) as error:
-        raise SystemExit(f"mgpu-splat: {error}") from error
+        raise SystemExit(f"{speaker()}: {error}") from error
     if announce and not _announced:
         _announced = True
         shards = shard_names()

@@ -38,6 +38,7 @@ from ns_mgpu_splat.nerfstudio.device import run_layout, shard_memory, shard_name
 from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
+from ns_mgpu_splat.nerfstudio.tools import speaker
 
 if TYPE_CHECKING:
     from ns_mgpu_splat.data.depth import DepthSamples
@@ -711,7 +712,7 @@ class MgpuSplatModel(SplatfactoModel):
             try:
                 return self._render(camera, obb_box)
             except CameraError as error:
-                raise SystemExit(f"mgpu-splat: {error}") from None
+                raise SystemExit(f"{speaker()}: {error}") from None
         start = perf_counter()
         try:
             outputs = self._render(camera, obb_box, self.drawing.look())

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ns_mgpu_splat.nerfstudio.names import kNoLegacyViewer
+from ns_mgpu_splat.nerfstudio.tools import speaker
 from ns_mgpu_splat.splats.targets import check_room, whole_file, writable_target
 
 kRowsAtOnce = 1 << 15
@@ -71,7 +72,7 @@ def _patch_legacy_viewer() -> None:
 
         pipeline = options.get("pipeline", next(iter(arguments[3:]), None))
         if isinstance(getattr(pipeline, "model", None), MgpuSplatModel):
-            raise SystemExit(f"mgpu-splat: {kNoLegacyViewer}")
+            raise SystemExit(f"{speaker()}: {kNoLegacyViewer}")
         original(self, *arguments, **options)
 
     refuse.refuses = True  # type: ignore[attr-defined]
@@ -127,7 +128,7 @@ def write_ply(filename: str, count: int, map_to_tensors: Mapping[str, np.ndarray
     Raises: SystemExit if there is no row to write.
     """
     if count == 0:
-        raise SystemExit(f"mgpu-splat: no Gaussian is left to export, {filename} was not written.")
+        raise SystemExit(f"{speaker()}: no Gaussian is left to export, {filename} was not written.")
     columns = {}
     for name, column in map_to_tensors.items():
         if column.size != count:

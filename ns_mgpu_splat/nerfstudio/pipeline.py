@@ -61,7 +61,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         self.config, self.test_mode, self.world_size = config, test_mode, world_size
         wrong = first_wrong_value(config, tools.config_argument() or "The run's config.yml", "pipeline.")
         if wrong is not None:  # of a tool: ns-train has looked already
-            raise SystemExit(f"mgpu-splat: {wrong}")
+            raise SystemExit(f"{tools.speaker()}: {wrong}")
         config.datamanager.wants_depth = config.model.depth_weight > 0
         self.datamanager = config.datamanager.setup(
             device=device, test_mode=test_mode, world_size=world_size, local_rank=local_rank
@@ -169,7 +169,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         count = len(data_loader)  # type: ignore[arg-type]
         if count == 0:
             raise SystemExit(
-                "mgpu-splat: no image is held out, so there is nothing to measure on. Use "
+                f"{tools.speaker()}: no image is held out, so there is nothing to measure on. Use "
                 "--pipeline.datamanager.dataparser.eval-mode all to measure on the training images."
             )
         self.eval()

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from ns_mgpu_splat.nerfstudio.text_files import read_text
+from ns_mgpu_splat.nerfstudio.text_files import read_text, yaml_problem
 
 
 def existing(path: Path) -> Path:
@@ -53,7 +53,7 @@ def apply_preset(config: Any, defaults: Any, path: Path) -> None:
     try:
         options = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        raise SystemExit(f"mgpu-splat: {path} is no valid YAML: {' '.join(str(error).split())}.") from None
+        raise SystemExit(f"mgpu-splat: {path} is no valid YAML: {yaml_problem(error)}.") from None
     if not isinstance(options, dict):
         raise SystemExit(f"mgpu-splat: {path} holds no options. It must be a mapping, as configs/small.yml.")
     _apply(config, defaults, options, path, "", typed_options())
@@ -69,8 +69,9 @@ def apply_run(config: Any, defaults: Any, path: Path) -> None:
     try:
         run = yaml.load(read_text(path), Loader=yaml.Loader)
     except Exception as error:  # names of classes that are not there any more, or bad YAML
-        reason = " ".join(str(error).split())
-        raise SystemExit(f"mgpu-splat: --load-config {path} cannot be understood: {reason}.") from None
+        raise SystemExit(
+            f"mgpu-splat: --load-config {path} cannot be understood: {yaml_problem(error)}."
+        ) from None
     if type(run) is not type(config):
         raise SystemExit(
             f"mgpu-splat: --load-config {path} is of the method {getattr(run, 'method_name', 'unknown')}. Give the "

@@ -21,7 +21,7 @@ from ns_mgpu_splat.export import Frame, RowSource, TensorRows, world_frame
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 from ns_mgpu_splat.nerfstudio.presets import fits, wrong_value
-from ns_mgpu_splat.nerfstudio.text_files import read_text
+from ns_mgpu_splat.nerfstudio.text_files import read_text, yaml_problem
 
 kTransforms = "dataparser_transforms.json"
 
@@ -119,8 +119,10 @@ def read_options(config: Path) -> dict[str, Any]:
         options = yaml.load(text, Loader=_PlainLoader)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # the last four: from PyYAML, of values that are not of their own tag, and of very deep ones
-        raise RunError(f"{config} is no valid YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(options, dict) or "pipeline" not in options:
+        raise RunError(f"{config} is no valid YAML: {yaml_problem(error)}.") from None
+    if (
+        not isinstance(options, dict) or not {"pipeline", "_target"} <= options.keys()
+    ):  # a preset has no class
         raise RunError(f"{config} is no config.yml of a training run.")
     return options
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small text files that a command line names: read only where they are files, since a pipe would be waited for, for ever."""
+"""Small text files that a command line names: read only where they are files, since a pipe would be waited for, for ever; and
+what is wrong with YAML in them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import errno
 import os
 import stat
 from pathlib import Path
+
+import yaml
 
 _kKinds = (
     (stat.S_ISDIR, "it is a folder"),
@@ -44,3 +47,18 @@ def read_text(path: Path) -> str:
         raise OSError(errno.EILSEQ, "it is no text", str(path)) from None
     finally:
         os.close(descriptor)
+
+
+def yaml_problem(error: Exception) -> str:
+    """What PyYAML found wrong in a text, in a line: where, and what. PyYAML's own shows the place with a caret under it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem is not None:
+        mark, begin = error.problem_mark, error.context_mark
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        since = f" that begins in line {begin.line + 1}" if begin is not None else ""
+        context = f" ({error.context}{since})" if error.context else ""
+        text = f"{where}{error.problem}{context}".replace("'<stream end>'", "the end of the file")
+    elif isinstance(error, yaml.reader.ReaderError):
+        text = f"character {error.position + 1}: {error.reason}"
+    else:
+        text = str(error)
+    return " ".join(text.split())

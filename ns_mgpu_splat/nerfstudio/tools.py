@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from nerfstudio.engine.trainer import TrainerConfig
 
 kTools = ("ns-eval", "ns-export", "ns-render", "ns-viewer")
+kModules = {  # run by python -m
+    "exporter.py": "ns-export",
+    "evaluate.py": "evaluate",
+    "info.py": "mgpu-splat-info",
+    "export_command.py": "mgpu-splat-export",
+}
 kFlag = "--load-config"
 kWhereConfigs = "ns-train says where it writes a run's config.yml."
 
@@ -75,16 +81,16 @@ def why_not_opened(config: Path, error: BaseException, trace: TracebackType | No
     if not _inside(trace, "eval_setup"):
         return None
     from ns_mgpu_splat.nerfstudio.saved_run import RunError, read_options
+    from ns_mgpu_splat.nerfstudio.text_files import yaml_problem
 
     try:
         options = read_options(config)
     except RunError as found:
         return str(found)
     if isinstance(error, yaml.YAMLError):
-        reason = " ".join(str(error).split())
         return (
-            f"{config} cannot be opened here: {reason}. It was written by another version, or by a method that is not "
-            "installed."
+            f"{config} cannot be opened here: {yaml_problem(error)}. It was written by another version, or by a method that "
+            "is not installed."
         )
     method = options.get("method_name")
     if isinstance(error, KeyError) and error.args == (method,):
@@ -103,6 +109,13 @@ def _wrong_value(config: Path) -> str | None:
 
     run = yaml.load(config.read_text(encoding="utf-8"), Loader=yaml.Loader)  # as the tool has done
     return first_wrong_value(run, config) if isinstance(run, MgpuSplatTrainerConfig) else None
+
+
+def speaker() -> str:
+    """Who says the sentence that this process ends with: the tool, under the name it was called by; elsewhere `mgpu-splat`."""
+    name = PurePath(sys.argv[0] if sys.argv else "").name
+    name = kModules.get(name, name)
+    return name if name in (*kTools, *kModules.values()) else "mgpu-splat"
 
 
 def _inside(trace: TracebackType | None, function: str) -> bool:

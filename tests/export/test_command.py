@@ -173,6 +173,8 @@ def test_a_run_that_cannot_be_opened_is_named(run_export: Callable[..., str], tm
     assert "no valid YAML" in refused(tmp_path / "a.yml")
     (tmp_path / "b.yml").write_text("just: options")
     assert "no config.yml of a training run" in refused(tmp_path / "b.yml")
+    preset = Path(__file__).parents[2] / "configs" / "small.yml"
+    assert f"{preset} is no config.yml of a training run." in refused(preset)
     (tmp_path / "c.yml").write_bytes(b"\xff\xfe\x00\x81")
     assert "c.yml cannot be read: it is no text" in refused(tmp_path / "c.yml")
     os.mkfifo(tmp_path / "d.yml")

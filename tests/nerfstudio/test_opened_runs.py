@@ -15,8 +15,8 @@ import torch
 import yaml
 from nerfstudio_tools import train_many
 
-from ns_mgpu_splat.nerfstudio import checkpoint
-from ns_mgpu_splat.nerfstudio.tools import config_argument, kTools, watch, why_not_opened
+from ns_mgpu_splat.nerfstudio import checkpoint, text_files
+from ns_mgpu_splat.nerfstudio.tools import config_argument, kTools, speaker, watch, why_not_opened
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_a_config_that_cannot_be_used_ends_in_one_sentence(
         config, words = ROOT / "configs" / "small.yml", "small.yml is no config.yml of a training run"
     elif case == "no YAML":
         config.write_text("a: [1, 2\nb: }")
-        words = "is no valid YAML"
+        words = "is no valid YAML: line 2, column 2: expected ',' or ']', but got ':'"
     elif case == "a text":
         config.write_text("hello")
         words = "is no config.yml of a training run"
@@ -104,7 +104,7 @@ def test_a_config_that_cannot_be_used_ends_in_one_sentence(
         words = "has no checkpoint"
     else:
         config = edited(trained, tmp_path / "run", pipeline__datamanager__data=Path("lost/town"))
-        words = "mgpu-splat: lost/town does not exist. That is where the photographs of this run were, seen from the folder in "
+        words = "ns-eval: lost/town does not exist. That is where the photographs of this run were, seen from the folder in "
         words += f"which it was started, and not from {tmp_path}: call this tool from there"
     monkeypatch.chdir(tmp_path)
     said = end_of_opening(config, monkeypatch)
@@ -131,6 +131,41 @@ def end_of_opening(config: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
     except Exception as error:
         return why_not_opened(config, error, error.__traceback__)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "a: [1, 2\n",
+            "line 2, column 1: expected ',' or ']', but got the end of the file (while parsing a flow sequence that begins in "
+            "line 1)",
+        ),
+        ("a: b: c", "line 1, column 5: mapping values are not allowed here"),
+        ("a: \x00", "character 4: special characters are not allowed"),
+    ],
+)
+def test_what_is_wrong_with_yaml_is_said_with_its_place(text: str, words: str) -> None:
+    """PyYAML's text has `in "<unicode string>"` and a caret, which means nothing in one line."""
+    with pytest.raises(yaml.YAMLError) as found:
+        yaml.safe_load(text)
+    assert text_files.yaml_problem(found.value) == words
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("/venv/bin/ns-train", "mgpu-splat"),
+        ("/venv/bin/ns-eval", "ns-eval"),
+        ("ns-viewer", "ns-viewer"),
+        ("/lib/ns_mgpu_splat/nerfstudio/exporter.py", "ns-export"),
+        ("/venv/bin/mgpu-splat-info", "mgpu-splat-info"),
+        ("my_training.py", "mgpu-splat"),
+    ],
+)
+def test_a_tool_speaks_under_its_own_name(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [command])
+    assert speaker() == name
 
 
 def test_a_tool_says_it_and_shows_no_traceback(run_command: Callable, tmp_path: Path) -> None:
