@@ -178,8 +178,10 @@ def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
     found = _reconstruction(path, candidates)
     if found is not None:
         return found
-    meant = _capture_near(path)
-    cure = f"Did you mean --data {shlex.quote(str(meant))}? That is a capture." if meant is not None else None
+    near = _captures_near(path)
+    cure = f"Did you mean --data {shlex.quote(str(near[0]))}? That is " if near else ""
+    if near:
+        cure += "a capture." if len(near) == 1 else f"one of {len(near):,} captures in this folder."
     if not any(path.iterdir()):
         raise DatasetError(
             f"{path} is an empty folder. {cure}" if cure else f"{path} is an empty folder.{kGiveData}"
@@ -203,18 +205,20 @@ def _reconstruction(path: Path, candidates: Sequence[str]) -> Path | None:
     return None
 
 
-def _capture_near(path: Path) -> Path | None:
-    """The capture whose folder of photographs `path` may be, or that lies in `path`; the whole path of its folder."""
+def _captures_near(path: Path) -> list[Path]:
+    """The capture whose folder of photographs `path` may be, else those that lie in `path`; the whole paths of their folders."""
     here = Path(os.path.abspath(path))
     try:
         below = sorted(each for each in here.iterdir() if each.is_dir())
     except OSError:
         below = []
-    for folder in (here.parent, *below):
-        # not the reconstruction's own folder, which is none of a capture
-        if is_file(folder / "transforms.json") or _reconstruction(folder, kColmapFolders[:-1]) is not None:
-            return folder
-    return None
+
+    def is_capture(folder: Path) -> bool:
+        # a reconstruction's own folder is none
+        reconstruction = _reconstruction(folder, kColmapFolders[:-1])
+        return is_file(folder / "transforms.json") or reconstruction is not None
+
+    return [here.parent] if is_capture(here.parent) else [*filter(is_capture, below)]
 
 
 def _read_colmap(root: Path, folder: Path, images_path: Path | None, masks_path: Path | None) -> Capture:

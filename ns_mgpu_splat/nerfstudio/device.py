@@ -35,7 +35,9 @@ def start_device(announce: bool = True) -> torch.device:
                 f"mgpu-splat runs on the CPU ({len(shards)} shard{'s' * (len(shards) > 1)}): {why}."
             )
         else:
-            CONSOLE.print(f"mgpu-splat runs on {len(shards)} shard{'s' * (len(shards) > 1)}: {', '.join(shards)}.")
+            CONSOLE.print(
+                f"mgpu-splat runs on {len(shards)} shard{'s' * (len(shards) > 1)}: {', '.join(shards)}."
+            )
     return device
 
 

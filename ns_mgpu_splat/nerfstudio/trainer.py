@@ -255,7 +255,9 @@ class MgpuSplatTrainer(Trainer):
             )
         before, now = state.get("shards"), list(shard_names())
         moved = (
-            f" (it was saved on {len(before)} shard{'s' * (len(before) > 1)}, this is {len(now)})" if before and before != now else ""
+            f" (it was saved on {len(before)} shard{'s' * (len(before) > 1)}, this is {len(now)})"
+            if before and before != now
+            else ""
         )
         CONSOLE.print(
             f"Resuming at step {self._start_step:,} with {self.pipeline.model.num_points:,} Gaussians from "

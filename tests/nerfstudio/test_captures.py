@@ -167,6 +167,7 @@ def test_a_folder_beside_the_capture_s_own_is_answered_with_that(
 
 def test_a_folder_far_from_any_capture_is_answered_with_what_makes_one(tmp_path: Path) -> None:
     (tmp_path / "photos" / "sub").mkdir(parents=True)
+    (tmp_path / "z").mkdir()
     with pytest.raises(checks.DatasetError, match=r"there are no cameras\. Run `ns-process-data` or COLMAP"):
         captures.find_capture(tmp_path / "photos")
     write_good(tmp_path / "capture", "colmap")
@@ -178,6 +179,9 @@ def test_a_folder_far_from_any_capture_is_answered_with_what_makes_one(tmp_path:
             captures.find_capture(tmp_path / asked)
         said = f"Did you mean --data {tmp_path / 'capture'}?"
         assert (said in str(refused.value)) == (asked == "capture/sparse")
+    write_good(tmp_path / "another", "nerfstudio")
+    with pytest.raises(checks.DatasetError, match=r"another\? That is one of 2 captures in this folder\.$"):
+        captures.find_capture(tmp_path)
 
 
 @pytest.mark.parametrize("skip", [False, True])
