@@ -395,3 +395,12 @@ def test_colmap_text_points_that_are_none_are_refused(text: str, tmp_path: Path)
     (tmp_path / "sparse" / "0" / "points3D.txt").write_text(text)
     with pytest.raises(checks.DatasetError, match=r"points3D\.txt is cut short or damaged"):
         captures.read_capture(tmp_path).read_points()
+
+
+def test_the_folder_of_a_larger_reconstruction_can_be_typed(tmp_path: Path) -> None:
+    write_good(tmp_path, "colmap")
+    larger = tmp_path / "sparse" / "mein Test"
+    larger.mkdir()
+    (larger / "images.bin").write_bytes((99).to_bytes(8, "little"))
+    (note,) = captures.read_capture(tmp_path).notes
+    assert note.endswith("--pipeline.datamanager.dataparser.colmap-path 'sparse/mein Test'.")
