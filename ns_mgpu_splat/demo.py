@@ -100,7 +100,7 @@ def run(settings: DemoSettings) -> None:
         print(f"the commands live in a virtual environment: source {Path(sys.prefix, 'bin', 'activate')}")
     print(f"held-out PSNR: {_mean(after):.2f} dB")
     print(f"splats: {splats}")
-    print(f"viewer: ns-viewer --load-config {config}")
+    print(f"viewer: ns-viewer --load-config {shlex.quote(str(config))}")
 
 
 def main() -> None:
