@@ -89,14 +89,26 @@ def camera_file(source: Path) -> Path:
 
 
 def _correct(source: Path, them: str) -> str:
-    """What to do about numbers of a camera that are wrong; nobody edits COLMAP's binary files."""
+    """What to do about numbers of a camera that are wrong."""
     where = camera_file(source)
     if where.suffix == ".bin":
-        return (
-            f"Run COLMAP or `ns-process-data` again, or have its model as text (`colmap model_converter --output_type TXT`) in "
-            f"the place of the .bin files and correct {them} in cameras.txt."
-        )
+        return _in_text(f"correct {them} in cameras.txt")
     return f"Correct {them} in {where.name}." if where != source else f"Correct {them} there."
+
+
+def _repair_frame(source: Path) -> str:
+    """What to do about a pose that is none."""
+    if source.suffix == ".bin":
+        return _in_text("remove the frame in images.txt")
+    return "Remove the frame, or repair it."
+
+
+def _in_text(deed: str) -> str:
+    """Nobody edits COLMAP's binary files."""
+    return (
+        "Run COLMAP or `ns-process-data` again, or have its model as text (`colmap model_converter --output_type TXT`) in the "
+        f"place of the .bin files and {deed}."
+    )
 
 
 def _size_remedy(source: Path) -> str:
@@ -112,13 +124,11 @@ def check_pose(frame: Frame, source: Path) -> str | None:
     name = f"{frame.label} ({frame.name})"
     pose, camera = frame.camera_to_world, frame.camera
     if not np.isfinite(pose).all():
-        return (
-            f"{source.name}: the pose of {name} has NaN or infinite entries. Remove the frame, or repair it."
-        )
+        return f"{source.name}: the pose of {name} has NaN or infinite entries. {_repair_frame(source)}"
     if np.abs(pose[:3, 3]).max() > kFarthest:
         return (
             f"{source.name}: the pose of {name} lies {np.abs(pose[:3, 3]).max():.3g} units from the origin, farther than "
-            "any number here can follow. Remove the frame, or repair it."
+            f"any number here can follow. {_repair_frame(source)}"
         )
     rotation = pose[:3, :3]
     if np.abs(pose[3] - (0, 0, 0, 1)).max() > 1e-6:

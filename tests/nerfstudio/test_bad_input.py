@@ -182,7 +182,7 @@ COLMAP = {
     "cut images": (lambda r: cut(sparse(r, "images.bin")), ["images.bin", "cut short"]),
     "cut points": (lambda r: cut(sparse(r, "points3D.bin")), ["points3D.bin", "cut short"]),
     "cut points late": (lambda r: cut(sparse(r, "points3D.bin"), 0.99), ["points3D.bin", "cut short"]),
-    "NaN pose": (set_translation, ["images.bin", "view_000.png", "NaN"]),
+    "NaN pose": (set_translation, ["images.bin", "view_000.png", "NaN", "remove the frame in images.txt"]),
     "infinite point": (set_point, ["points3D.bin", "1 of 400 points"]),
     "unsupported camera": (lambda r: set_model(r, 17), ["cameras.bin", "EQUIRECTANGULAR", "not supported"]),
     "unknown camera": (lambda r: set_model(r, 99), ["cameras.bin", "99"]),
