@@ -98,7 +98,9 @@ def test_the_same_views_see_the_same_rows_on_any_mesh_and_in_any_order(
     run: tuple[str, dict[str, Any]],
 ) -> None:
     counts = {row["visible"] for row in rows(run[1], "stages", kind="aerial", batch=3)}
-    assert len(rows(run[1], "stages", kind="aerial", batch=3)) == 6  # two meshes, three orders
+    assert (
+        len(rows(run[1], "stages", kind="aerial", batch=3)) == 5
+    )  # three layouts; on one shard stripes are no other one
     assert len(counts) == 1
     assert counts.pop() > 0
 
