@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -267,7 +268,7 @@ def source_of(case: Case) -> Any:
     return GardenSource(case) if case.garden else TownScene(case.blocks, case.rows)
 
 
-class Part:
+class Part(ABC):
     """What scaling.py starts in a process: options from its command line, and the shards that it will get."""
 
     def __init__(self, options: dict[str, Any], shards: int) -> None:
@@ -282,12 +283,12 @@ class Part:
         sizes = {1, self.shards} if self.shards > 1 else {1, *self.options["gpus"]}
         return sorted(sizes)
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 (most parts have nothing to prepare)
         """What needs no device."""
 
+    @abstractmethod
     def run(self) -> Rows:
         """Measure."""
-        raise NotImplementedError
 
 
 def cases_of(options: dict[str, Any]) -> list[Case]:

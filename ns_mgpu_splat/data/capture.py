@@ -178,18 +178,22 @@ def find_capture(path: Path, colmap_path: Path | None = None) -> Path:
     found = _reconstruction(path, candidates)
     if found is not None:
         return found
-    near = _captures_near(path)
-    cure = f"Did you mean --data {shlex.quote(str(near[0]))}? That is " if near else ""
-    if near:
-        cure += "a capture." if len(near) == 1 else f"one of {len(near):,} captures in this folder."
+    meant = _what_was_meant(path)
     if not any(path.iterdir()):
-        raise DatasetError(
-            f"{path} is an empty folder. {cure}" if cure else f"{path} is an empty folder.{kGiveData}"
-        )
+        raise DatasetError(f"{path} is an empty folder.{meant or kGiveData}")
     raise DatasetError(
         f"{path} has neither a transforms.json (Nerfstudio) nor a {candidates[0]}/cameras.bin (COLMAP): there are no "
-        f"cameras. {cure or 'Run `ns-process-data` or COLMAP on the photographs first.'}"
+        f"cameras.{meant or ' Run `ns-process-data` or COLMAP on the photographs first.'}"
     )
+
+
+def _what_was_meant(path: Path) -> str:
+    """The sentence on a capture near a folder that is none, to be put behind another one; empty where there is none."""
+    near = _captures_near(path)
+    if not near:
+        return ""
+    kind = "a capture" if len(near) == 1 else f"one of {len(near):,} captures in this folder"
+    return f" Did you mean --data {shlex.quote(str(near[0]))}? That is {kind}."
 
 
 def _reconstruction(path: Path, candidates: Sequence[str]) -> Path | None:

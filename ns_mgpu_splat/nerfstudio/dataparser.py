@@ -105,6 +105,11 @@ class MgpuSplatDataParserConfig(FillsIn, DataParserConfig):
     includes_time: Suppress[bool] = False
     """Time-dependent captures are not supported."""
 
+    @property
+    def factor(self) -> int:
+        """By which images' sides are divided."""
+        return 1 if self.downscale_factor is None else int(self.downscale_factor)
+
 
 @dataclass
 class MgpuSplatDataParser(DataParser):
@@ -138,11 +143,10 @@ class MgpuSplatDataParser(DataParser):
         frames = capture.frames
         transform, scale = self._world(frames, capture)
         members = split_members(capture, self.config, split)
-        factor = 1 if self.config.downscale_factor is None else self.config.downscale_factor
         chosen = [frames[i] for i in members if frames[i].image not in self._fileless]
         if split == "train" and not chosen:
             raise DatasetError(f"{capture.source}: all images to train on are bad; they are listed above.")
-        sources = [image_source(frame, int(factor)) for frame in chosen]
+        sources = [image_source(frame, self.config.factor) for frame in chosen]
         cameras = self._cameras([self._pose(f, transform, scale) for f in chosen], sources)
         box = self.config.scene_scale
         positions = np.stack([self._pose(f, transform, scale)[:, 3] for f in frames])
@@ -217,7 +221,7 @@ class MgpuSplatDataParser(DataParser):
             return self._capture
         config = self.config
         capture = read_capture(config.data, config.images_path, config.colmap_path, config.masks_path)
-        check_factor(capture.frames, 1 if config.downscale_factor is None else int(config.downscale_factor))
+        check_factor(capture.frames, config.factor)
         level = self.level
         if level == "full" and sum(f.camera.width * f.camera.height for f in capture.frames) > kDecodePixels:
             level = "sizes"

@@ -10,6 +10,7 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_mgpu_splat.nerfstudio.tools import speaker
+from ns_mgpu_splat.words import counted
 
 _announced = False
 
@@ -31,13 +32,9 @@ def start_device(announce: bool = True) -> torch.device:
         shards = shard_names()
         if all(name.startswith("cpu") for name in shards):
             why = "MGPU_DEVICES asks for it" if os.environ.get("MGPU_DEVICES") else "no GPU was found"
-            CONSOLE.print(
-                f"mgpu-splat runs on the CPU ({len(shards)} shard{'s' * (len(shards) > 1)}): {why}."
-            )
+            CONSOLE.print(f"mgpu-splat runs on the CPU ({counted(len(shards), 'shard')}): {why}.")
         else:
-            CONSOLE.print(
-                f"mgpu-splat runs on {len(shards)} shard{'s' * (len(shards) > 1)}: {', '.join(shards)}."
-            )
+            CONSOLE.print(f"mgpu-splat runs on {counted(len(shards), 'shard')}: {', '.join(shards)}.")
     return device
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ns_mgpu_splat.words import counted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -291,7 +293,7 @@ def text_of(info: dict[str, Any]) -> str:
     lines += [
         (
             "grid",
-            f"{grid['in_use']}: {_count(grid['voxels'], 'voxel')} of {grid['voxel_size']:.4g} with "
+            f"{grid['in_use']}: {counted(grid['voxels'], 'voxel')} of {grid['voxel_size']:.4g} with "
             f"{grid['gaussians_per_voxel']:,.0f} Gaussians on average",
         ),
         (
@@ -305,7 +307,7 @@ def text_of(info: dict[str, Any]) -> str:
     lines.append(("pages", _pages_text(info)))
     for shard in info["shards"]:
         rows = shown_bytes(shard["rows"] * size["columns"])
-        text = f"{_count(shard['rows'], 'Gaussian')}: {rows} to render; {_pages(shard['pages'])}"
+        text = f"{counted(shard['rows'], 'Gaussian')}: {rows} to render; {_pages(shard['pages'])}"
         lines.append((shard["name"], text))
     if info["trained_on"] and info["trained_on"] != [shard["name"] for shard in info["shards"]]:
         lines.append(("trained on", ", ".join(info["trained_on"])))
@@ -338,11 +340,7 @@ def _pages_text(info: dict[str, Any]) -> str:
 
 
 def _pages(number: int) -> str:
-    return f"{_count(number, 'page')} ({number * kPageBytes >> 20:,} MiB)"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{counted(number, 'page')} ({number * kPageBytes >> 20:,} MiB)"
 
 
 if __name__ == "__main__":

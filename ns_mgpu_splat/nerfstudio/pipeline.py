@@ -22,6 +22,7 @@ from ns_mgpu_splat.nerfstudio.device import start_device
 from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, MgpuSplatModelConfig
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 from ns_mgpu_splat.nerfstudio.presets import first_wrong_value
+from ns_mgpu_splat.words import counted
 
 
 @dataclass
@@ -125,10 +126,9 @@ class MgpuSplatPipeline(VanillaPipeline):
         """Mean metrics of an evaluation in one line, with what they were measured on; those that were not are left out."""
         held, trained = self.datamanager.eval_dataset, self.datamanager.train_dataset
         seen = len(set(held.image_filenames) & set(trained.image_filenames))
-        images = f"image{'' if len(held) == 1 else 's'}"
-        on = f"{len(held):,} held-out {images}"
+        on = counted(len(held), "held-out image")
         if seen:  # of --pipeline.datamanager.dataparser.eval-mode all, or of files that say so
-            on = f"{len(held):,} {images}, {'all' if seen == len(held) else f'{seen:,}'} of them trained on"
+            on = f"{counted(len(held), 'image')}, {'all' if seen == len(held) else f'{seen:,}'} of them trained on"
         texts = (
             ("psnr", "PSNR {:.2f} dB"),
             ("ssim", "SSIM {:.4f}"),

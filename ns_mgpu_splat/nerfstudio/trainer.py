@@ -49,6 +49,7 @@ from ns_mgpu_splat.nerfstudio.trainer_config import (  # noqa: F401 (config.yml 
     MgpuMachineConfig,
     MgpuSplatTrainerConfig,
 )
+from ns_mgpu_splat.words import counted
 
 kRatesEvery = (
     10  # of the steps that are logged: learning rates change slowly, and a number takes tensorboard 60 us
@@ -255,7 +256,7 @@ class MgpuSplatTrainer(Trainer):
             )
         before, now = state.get("shards"), list(shard_names())
         moved = (
-            f" (it was saved on {len(before)} shard{'s' * (len(before) > 1)}, this is {len(now)})"
+            f" (it was saved on {counted(len(before), 'shard')}, this is {len(now)})"
             if before and before != now
             else ""
         )

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ns_mgpu_splat.partition.colors import shard_color
+from ns_mgpu_splat.words import counted
 
 CHUNK = 1 << 20  # rows at a time
 SAMPLE = 1 << 20  # rows from which the frame is taken
@@ -181,7 +182,7 @@ def _legend(pen: ImageDraw.ImageDraw, legend: Sequence[ShardLegend], rows: int, 
         pen.rounded_rectangle((x, y + 2, x + 26, y + 28), radius=5, fill=swatch)
         pen.text((x + 40, y - 3), shard.name, font=_font(20), fill=TEXT)
         share = shard.rows / rows if rows else 0.0
-        pages = f"{shard.pages:,} page{'' if shard.pages == 1 else 's'}"
+        pages = counted(shard.pages, "page")
         pen.text((x + 40, y + 21), f"{shard.rows:,} rows ({share:.0%}), {pages}", font=_font(15), fill=FAINT)
         y += 58
 

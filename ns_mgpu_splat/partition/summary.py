@@ -10,6 +10,7 @@ from torch import Tensor
 from ns_mgpu_splat.partition.curves import CURVE_BITS
 from ns_mgpu_splat.partition.grid import SparseGrid, grid_in_use
 from ns_mgpu_splat.partition.order import VOXEL_ROWS, measure
+from ns_mgpu_splat.words import counted
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f"{self.in_use}, {self.voxels:,} voxel{'' if self.voxels == 1 else 's'} of {self.voxel_size:.3g} with "
+            f"{self.in_use}, {counted(self.voxels, 'voxel')} of {self.voxel_size:.3g} with "
             f"{self.rows_per_voxel:,.0f} splats on average"
         )
 

@@ -72,14 +72,8 @@ def test_a_run_on_gpus_is_stopped_and_killed_and_goes_on(tmp_path: Path) -> None
     options: list[object] = [
         *("mgpu-splat", "--data", town.root, "--output-dir", tmp_path, "--timestamp", "run"),
         *("--experiment-name", "tiny", "--vis", "tensorboard", "--viewer.quit-on-train-completion", True),
-        *(
-            "--max-num-iterations",
-            1_000_000,
-            "--pipeline.model.max-gaussians",
-            20_000,
-            "--steps-per-save",
-            150,
-        ),
+        *("--max-num-iterations", 1_000_000, "--pipeline.model.max-gaussians", 20_000),
+        *("--steps-per-save", 150),
     ]
 
     with running(options, MESHES[0], log) as process:
@@ -104,8 +98,7 @@ def test_a_run_on_gpus_is_stopped_and_killed_and_goes_on(tmp_path: Path) -> None
     at = again.index("--max-num-iterations") + 1
     with running([*again[:at], last + 1, *again[at + 1 :]], MESHES[0], log) as process:
         assert process.wait(SECONDS) == 0, log.read_text()[-3000:]
-    columns = checkpoint.read(checkpoint.find(models))
-    assert columns["step"] == last
+    assert checkpoint.read(checkpoint.find(models))["step"] == last
 
     config = models.parent / "config.yml"
     settings = environment(MGPU_DEVICES=MESHES[1])
