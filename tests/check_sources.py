@@ -18,6 +18,8 @@ TORCH_FREE = (
     "cuda/math/",
     "cuda/mesh/mesh",
     "cuda/mesh/fork_join",
+    "cuda/mesh/gate",
+    "cuda/mesh/lanes",
     "cuda/memory/buffer",
     "cuda/memory/locality",
 )

@@ -23,6 +23,7 @@
 #include "memory/pool.h"
 #include "memory/provider_cuda.h"
 #include "memory/temporaries.h"
+#include "mesh/lanes.h"
 #include "mesh/late.h"
 #include "mesh/launch.h"
 
@@ -233,6 +234,7 @@ std::string start_flavour(const std::string& memory) {
   const std::string chosen = choose_memory(memory);
   set_stream_order({&reuse_tag, &mark_stream, &mark_passed, &release_others});
   set_stream_provider(&shard_stream_provider);
+  set_lane_context({&current_stream_id, &adopt_stream_id});
   set_pressure_hook(&release_caches);
   Routes::instance().set_active(memory_is_managed() || mesh_gpus().size() > 1);
   current_stream_id();

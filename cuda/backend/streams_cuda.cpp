@@ -114,6 +114,12 @@ c10::StreamId exchange_stream_id(c10::StreamId id) {
   return before;
 }
 
+void adopt_stream_id(c10::StreamId id) {
+  if (id == current_id) return;
+  make_current(stream_set(id));
+  current_id = id;
+}
+
 void order_before(bool all_gpus) {
   if (mesh_gpus().size() < 2) return;
   StreamSet& set = stream_set(current_stream_id());

@@ -24,6 +24,8 @@ c10::StreamId next_stream();
 c10::StreamId current_stream_id();
 // Make a stream the calling thread's: its CUDA streams become current on all GPUs. Returns the one before.
 c10::StreamId exchange_stream_id(c10::StreamId id);
+// The same for a thread that works for another one, and has given CUDA nothing of its own (mesh/lanes.h).
+void adopt_stream_id(c10::StreamId id);
 
 // ---- joins, all by events: the host never waits. Free on a mesh with one GPU.
 

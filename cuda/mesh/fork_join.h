@@ -14,12 +14,18 @@ enum class Access {
   kExchange,  // pages of any shard: the stage is one of the declared exchanges
 };
 
+// How GPUs are given their work (CUDA flavour).
+enum class Launch {
+  kInTurn,      // by the calling thread, shard after shard
+  kSideBySide,  // by a thread for each GPU (mesh/lanes.h): `work` touches nothing that another shard's does
+};
+
 // Run `work` once per shard, concurrently, and return when all are done. If some throw, the exception of the
 // lowest shard is thrown again as std::runtime_error, with stage and shard in its text (std::bad_alloc stays
 // what it is). With MGPU_CHECK_LOCALITY=1 the shards run in turn, each with the other shards' pages
 // protected.
 void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work,
-                    Access access = Access::kLocal);
+                    Access access = Access::kLocal, Launch launch = Launch::kInTurn);
 
 // Cut [0, count) into pieces of about `grain` items and run `work(begin, end)` on them with all threads of
 // the pool. Pieces are the same whatever the number of threads. May be called from inside for_each_shard or

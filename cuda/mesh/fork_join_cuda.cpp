@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// fork_join_cuda.cpp: stages on GPUs. One host thread launches for all shards in turn; the GPUs run side by
-// side, and wait for each other only around an exchange.
+// fork_join_cuda.cpp: stages on GPUs. A host thread launches for all shards in turn, or, for the stages of a
+// training step, one for each GPU (lanes.h); the GPUs run side by side, and wait for each other only around
+// an exchange.
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <exception>
@@ -16,6 +18,7 @@
 
 #include "mesh/fork_join.h"
 #include "mesh/gate.h"
+#include "mesh/lanes.h"
 #include "mesh/late.h"
 #include "mesh/launch.h"
 
@@ -141,31 +144,44 @@ void join_shards() {
   for (const int gpu : gpus)
     if (ahead >> gpu & 1u) first.push_back(gpu);
   if (first.empty()) return;
-  const auto record = [](int device) {
+  const auto record = [](int device, cudaEvent_t event) {
     DeviceGuard guard(device);
-    CUDA_CHECK(cudaEventRecord(join_event(device), device_stream(device)));
+    CUDA_CHECK(cudaEventRecord(event, device_stream(device)));
   };
-  const auto wait = [](int waiting, int device) {
+  const auto wait = [](int waiting, int device, cudaEvent_t event) {
     if (waiting == device) return;
     DeviceGuard guard(waiting);
-    CUDA_CHECK(cudaStreamWaitEvent(device_stream(waiting), join_event(device), 0));
+    CUDA_CHECK(cudaStreamWaitEvent(device_stream(waiting), event, 0));
   };
 
-  // Each to each, unless it takes fewer calls by way of the lead's GPU.
-  const int lead = gpus.front();
+  const int lead = gpus.front(), lanes = lane_count();
   const size_t others = first.size() - (first.front() == lead ? 1 : 0);
-  if (first.size() * gpus.size() <= 2 * others + gpus.size()) {
-    for (const int device : first) record(device);
+  if (lanes > 2) {  // each to each, all at once
+    std::vector<cudaEvent_t> event;
+    for (const int device : first) event.push_back(join_event(device));
+    const auto is_of = [&](int lane, int gpu) {
+      return (std::find(gpus.begin(), gpus.end(), gpu) - gpus.begin()) % lanes == lane;
+    };
+    run_lanes([&](int lane) {
+      for (size_t i = 0; i < first.size(); ++i)
+        if (is_of(lane, first[i])) record(first[i], event[i]);
+    });
+    run_lanes([&](int lane) {
+      for (const int waiting : gpus)
+        for (size_t i = 0; i < first.size() && is_of(lane, waiting); ++i) wait(waiting, first[i], event[i]);
+    });
+  } else if (first.size() * gpus.size() <= 2 * others + gpus.size()) {  // each to each
+    for (const int device : first) record(device, join_event(device));
     for (const int waiting : gpus)
-      for (const int device : first) wait(waiting, device);
-  } else {
+      for (const int device : first) wait(waiting, device, join_event(device));
+  } else {  // by way of the lead's GPU, which takes fewer calls
     for (const int device : first) {
       if (device == lead) continue;
-      record(device);
-      wait(lead, device);
+      record(device, join_event(device));
+      wait(lead, device, join_event(device));
     }
-    record(lead);
-    for (const int waiting : gpus) wait(waiting, lead);
+    record(lead, join_event(lead));
+    for (const int waiting : gpus) wait(waiting, lead, join_event(lead));
   }
   for (const int gpu : gpus) {
     DeviceGuard guard(gpu);
@@ -232,10 +248,19 @@ void check_kernel(const char* stage, int shard, int64_t rows) {
                        .c_str());
 }
 
-void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
-  const LaunchScope launch;  // pages do not move meanwhile
+void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access,
+                    Launch launch) {
+  const LaunchScope turn;  // pages do not move meanwhile
   if (access == Access::kExchange) join_shards();
-  for (const Shard& shard : mesh().shards()) run_shard(stage, work, shard);
+  const auto run_those_of = [&](int lane) {
+    for (const Shard& shard : mesh().shards())
+      if (lane_of_shard(shard.index) == lane) run_shard(stage, work, shard);
+  };
+  if (launch == Launch::kSideBySide && lane_count() > 1) {
+    run_lanes(run_those_of);
+  } else {
+    for (const Shard& shard : mesh().shards()) run_shard(stage, work, shard);
+  }
   if (access == Access::kExchange) join_shards();
 }
 

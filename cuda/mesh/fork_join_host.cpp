@@ -12,7 +12,8 @@
 
 namespace mgpu {
 
-void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access) {
+void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access,
+                    Launch /*launch*/) {
   const Mesh& current = mesh();
   std::vector<std::exception_ptr> error(
       static_cast<size_t>(current.size()));  // of the shards; the first is thrown

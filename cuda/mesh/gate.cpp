@@ -89,4 +89,7 @@ StillScope::~StillScope() {
     gate().unlock();
 }
 
+TurnOfAnother::TurnOfAnother() { ++depth; }
+TurnOfAnother::~TurnOfAnother() { --depth; }
+
 }  // namespace mgpu

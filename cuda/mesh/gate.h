@@ -35,4 +35,13 @@ class StillScope {
   bool shut_;
 };
 
+// For a thread that works for another one that is inside a LaunchScope and waits for it: it is inside, too.
+class TurnOfAnother {
+ public:
+  TurnOfAnother();
+  ~TurnOfAnother();
+  TurnOfAnother(const TurnOfAnother&) = delete;
+  TurnOfAnother& operator=(const TurnOfAnother&) = delete;
+};
+
 }  // namespace mgpu

@@ -982,9 +982,10 @@ void backward_owner(const Frame& frame, int self, TileOwner& owner,
 }  // namespace
 
 void blend(Frame& frame) {
-  for_each_shard("blend", [&](const Shard& shard) {
+  const auto work = [&](const Shard& shard) {
     blend_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
-  });
+  };
+  for_each_shard("blend", work, Access::kLocal, Launch::kSideBySide);
   if (frame.images_are_local()) return;
   // Images may lie with other shards: whoever reads them waits. They are written at once, because the host
   // has waited for all shards in stage "assign": nobody can still be using their memory for something else.
@@ -995,7 +996,8 @@ void blend_backward(Frame& frame, const std::vector<ImageGradPointers>& grads) {
   const auto work = [&](const Shard& shard) {
     backward_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)], grads);
   };
-  for_each_shard("blend_backward", work, frame.images_are_local() ? Access::kLocal : Access::kExchange);
+  for_each_shard("blend_backward", work, frame.images_are_local() ? Access::kLocal : Access::kExchange,
+                 Launch::kSideBySide);
 }
 
 }  // namespace mgpu::splat

@@ -835,7 +835,9 @@ void project(Frame& frame) {
   if (frame.owners.size() > 1)
     frame.run_table.assign(shards * static_cast<size_t>(run_table_words(frame)), 0);
   for (bool done = false; !done;) {
-    for_each_shard("project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].fill(); });
+    for_each_shard(
+        "project", [&](const Shard& shard) { work[static_cast<size_t>(shard.index)].fill(); }, Access::kLocal,
+        Launch::kSideBySide);
     ReadBack read_back;  // the only one of a step on one shard
     for (ShardProjection& part : work) part.ask(read_back);
     read_back.wait();

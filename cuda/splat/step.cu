@@ -850,12 +850,13 @@ StepReport step(const std::vector<const Frame*>& frames, const SplatColumns& col
     total = share_weights(counts, settings, weights);
   }
   const double most_rows = static_cast<double>(report.rows_seen);
-  for_each_shard("step", [&](const Shard& shard) {
+  const auto run = [&](const Shard& shard) {
     work[static_cast<size_t>(shard.index)].run(
         columns, state, now, weights[static_cast<size_t>(shard.index)].data(),
         static_cast<float>(settings.opacity_reg / most_rows),
         static_cast<float>(settings.scale_reg / (3.0 * most_rows)), settings);
-  });
+  };
+  for_each_shard("step", run, Access::kLocal, Launch::kSideBySide);
   if (!settings.wanted_means) {
     if (!known) report.rows_seen = -1;
     return report;
