@@ -20,7 +20,12 @@ namespace mgpu {
 namespace {
 
 // Looks before a thread sleeps or lets others run: some 50 microseconds, which is more than stages are apart.
-constexpr int kLooks = 2000;
+// With fewer processors than threads they would keep each other from working.
+int looks_at_most() {
+  static const int looks =
+      std::thread::hardware_concurrency() >= static_cast<unsigned>(lane_count()) ? 2000 : 20;
+  return looks;
+}
 
 enum class Threads { kOne, kOfGpus, kOfShards };
 
@@ -67,7 +72,7 @@ class Lanes {
     round_.notify_all();
     do_work(0);
     for (int looks = 0; left_.load(std::memory_order_acquire) > 0; ++looks) {
-      if (looks < kLooks)
+      if (looks < looks_at_most())
         look_again();
       else
         std::this_thread::yield();
@@ -93,7 +98,7 @@ class Lanes {
     const TurnOfAnother turn;           // whoever runs us holds it
     cudaSetDevice(first_gpu_of(lane));  // an error comes again from the first call of the work
     for (uint32_t known = 0;;) {
-      for (int looks = 0; looks < kLooks && round_.load(std::memory_order_acquire) == known; ++looks)
+      for (int looks = 0; looks < looks_at_most() && round_.load(std::memory_order_acquire) == known; ++looks)
         look_again();
       round_.wait(known, std::memory_order_acquire);
       known = round_.load(std::memory_order_acquire);
