@@ -5,18 +5,21 @@
 // multiply-adds, 154 for all seven maps of a channel. Floor: 60 bytes and 560 lane instructions a pixel, all
 // channels; this takes 820 and, for the columns and rows that strips share, a third more. L1 alone is a
 // kernel that streams. Sums are taken of tiles of 16 rows, so that the value is the same bits on any mesh,
-// whatever the heights of strips.
+// whatever the heights of strips. Of a shard's own tiles a block has a piece of a strip in which there are
+// some (loss_items.h); strips lie where they lie in the image.
 #include "splat/loss.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
 #include "math/ssim.h"
 #include "memory/transfer.h"
 #include "splat/kernels.h"
+#include "splat/loss_items.h"
 #include "splat/transport.h"
 
 namespace mgpu::splat {
@@ -29,6 +32,7 @@ using math::kSsimWindow;
 
 constexpr int kChannels = 3;
 constexpr int kHigh = 16;  // rows of a tile; shards' bands and strips are whole tiles high
+static_assert(kHigh == kTileSize);
 
 // Columns of a block. Thread 3 s + c has channel c of the slot s of two pixels; threads beside each other
 // read values beside each other. Each of the two windows along a row takes five slots from the width of the
@@ -49,6 +53,7 @@ constexpr int kCentreLag = kSsimRadius, kOutputLag = 2 * kSsimRadius + kSlopeLag
 constexpr int kWarmUp = 2 * kSsimRadius + kOutputLag;  // steps before the strip's first row is done
 constexpr int kRing = 16;                              // rows kept in shared memory
 static_assert(kRing > kOutputLag + 1);                 // a warp may be a row ahead
+constexpr StripWalk kWalk{.wide = kWide, .warm_up = kWarmUp};
 
 // What a value of the loss is divided by.
 struct LossCounts {
@@ -87,7 +92,7 @@ struct LossInput {
   // Of a patch: only the shard's own tiles count and come out.
   RowRange positions;
   const int32_t* position_from_tile = nullptr;
-  int first_strip = 0, tiles_x = 0;
+  int tiles_x = 0;
 
   __device__ __forceinline__ bool owns(int tile_row, int tile_column) const {
     if (tile_column < 0 || tile_column >= tiles_x) return false;
@@ -96,6 +101,17 @@ struct LossInput {
     return position >= positions.begin && position < positions.end;
   }
 };
+
+// Of a patch: a block an item, which then stands for `tiles` and `strip_tiles`; sums are [rows of tiles of
+// all items, warps].
+constexpr int kMostItems = 300;
+struct PatchInput : LossInput {
+  LossItem items[kMostItems];
+};
+static_assert(sizeof(PatchInput) <= 4096);  // of a kernel's arguments
+
+template <bool kPatch>
+using StripsInput = std::conditional_t<kPatch, PatchInput, LossInput>;
 
 __device__ __forceinline__ float weight_at(int tap) {  // 0..10, known to the compiler
   constexpr float w0 = math::kSsimWeight[0], w1 = math::kSsimWeight[1], w2 = math::kSsimWeight[2];
@@ -177,20 +193,27 @@ __device__ __forceinline__ const Target* targets_of(const LossImages& images) {
 
 // Nothing in a step depends on how far the walk is, but what is put out: sums that lack their first rows come
 // before the strip's first row. Of a patch, strips lie where they lie in the image, and a thread's two pixels
-// are of one tile, so its sums over a row of tiles are those that it has on one shard, or nothing: a centre
-// counts where its thread's second centre is.
+// are of one tile, so its sums over a row of tiles are those that it has on one shard, or nothing: its
+// centres count where the last one is that the strip counts.
 template <typename Target, bool kMasked, bool kPatch>
-__global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant__ LossInput in) {
+__global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant__ StripsInput<kPatch> in) {
   extern __shared__ float4 shared_memory[];
   SharedRows<kMasked>& shared = *reinterpret_cast<SharedRows<kMasked>*>(shared_memory);
 
   const LossImages& images = in.images;
   const int width = static_cast<int>(images.width), height = static_cast<int>(images.height);
-  const int64_t first_tile = in.tiles.begin + int64_t{blockIdx.y} * in.strip_tiles;
+  int64_t first_tile, end_tile;
+  int strip;
+  if constexpr (kPatch) {
+    const LossItem& item = in.items[blockIdx.x];
+    first_tile = item.begin, end_tile = item.end, strip = item.strip;
+  } else {
+    first_tile = in.tiles.begin + int64_t{blockIdx.y} * in.strip_tiles;
+    end_tile = min(first_tile + in.strip_tiles, in.tiles.end), strip = static_cast<int>(blockIdx.x);
+  }
   const int top = static_cast<int>(first_tile) * kHigh;
-  const int bottom =
-      static_cast<int>(min(min(first_tile + in.strip_tiles, in.tiles.end) * kHigh, images.height));
-  const int left = static_cast<int>(kPatch ? in.first_strip + blockIdx.x : blockIdx.x) * kWide;
+  const int bottom = static_cast<int>(min(end_tile * kHigh, images.height));
+  const int left = strip * kWide;
   const int right = min(left + kWide, width);
   const int channel = threadIdx.x % kChannels;
   // Columns of the thread's first pixel: as it enters, as a centre, as it comes out.
@@ -245,12 +268,17 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
   // Sums of SSIM belong to the row that comes out when the centre gets its value: the first strip has one row
   // more.
   const int first_centre = top == 0 ? 0 : top + kOutputLag - kCentreLag;
-  Sums* sums = in.sums + ((int64_t{blockIdx.y} * in.strip_tiles * gridDim.x + blockIdx.x) * kWarps +
-                          threadIdx.x / kWarp);
+  int64_t sum_row;
+  if constexpr (kPatch) {
+    sum_row = in.items[blockIdx.x].sum_row;
+  } else {
+    sum_row = int64_t{blockIdx.y} * in.strip_tiles * gridDim.x + blockIdx.x;
+  }
+  Sums* sums = in.sums + (sum_row * kWarps + threadIdx.x / kWarp);
   const auto put_sums = [&] {  // the lanes of the warps have those of a tile
     const Sums sum{warp_sum(l1_sum), warp_sum(ssim_sum)};
     if (threadIdx.x % kWarp == 0) *sums = sum;
-    sums += int64_t{gridDim.x} * kWarps;
+    sums += kPatch ? kWarps : int64_t{gridDim.x} * kWarps;
     l1_sum = ssim_sum = 0.f;
   };
 
@@ -258,20 +286,10 @@ __global__ void __launch_bounds__(kThreads, 1) ssim_kernel(const __grid_constant
   bool own_pixels = true, own_centres = true;
   const auto look_up_owner = [&] {
     own_pixels = in.owns(tile_row, output_column / kTileSize);
-    own_centres = in.owns(tile_row, (centre_column + kAcross - 1) / kTileSize);
+    // the second one, but at the strip's end, where that is the next strip's
+    own_centres = in.owns(tile_row, (centre_column + (own_centre[1] ? 1 : 0)) / kTileSize);
   };
-  if constexpr (kPatch) {
-    const int first = max(left - 1, 0) / kTileSize, across = (right - 1) / kTileSize - first + 1;
-    const int tiles = across * ((bottom - top + kHigh - 1) / kHigh);
-    bool any = false;
-    for (int i = threadIdx.x; i < tiles; i += kThreads)
-      any = any || in.owns(tile_row + i / across, first + i % across);
-    if (!__syncthreads_or(any)) {
-      for (int rows = top; rows < bottom; rows += kHigh) put_sums();
-      return;
-    }
-    look_up_owner();
-  }
+  if constexpr (kPatch) look_up_owner();
 
   int row = top - 2 * kSsimRadius;  // of the image, that enters
   Fetched<Target> next = fetch(row);
@@ -589,11 +607,15 @@ __global__ void __launch_bounds__(kMostImages)
 
 bool aligned(const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
+int processors_of(int shard) {
+  int processors = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, shard_device(shard)));
+  return processors;
+}
+
 // Rows of tiles of a strip, so that the GPU is done soonest: a multiprocessor has one block at a time, and a
 // strip costs a step a row and those before its first.
-int64_t strip_tiles_of(int64_t tiles, int64_t strips, int device) {
-  int processors = 0;
-  CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+int64_t strip_tiles_of(int64_t tiles, int64_t strips, int processors) {
   int64_t best = tiles, least = std::numeric_limits<int64_t>::max();
   for (int64_t bands = 1; bands <= std::min<int64_t>(tiles, 4 * processors); ++bands) {
     const int64_t high = (tiles + bands - 1) / bands, blocks = strips * ((tiles + high - 1) / high);
@@ -603,41 +625,71 @@ int64_t strip_tiles_of(int64_t tiles, int64_t strips, int device) {
   return best;
 }
 
-// Launches on a shard, in its current stream; the sums are as many as it returns.
+// Launches on a shard, in its current stream.
 template <bool kPatch>
-Buffer<Sums> launch_band(const LossInput& in, bool with_ssim, int shard, RowRange columns) {
+void launch_strips(const StripsInput<kPatch>& in, dim3 grid, int shard) {
   const LossImages& images = in.images;
-  const cudaStream_t stream = shard_stream(shard);
-  const unsigned tile_rows = static_cast<unsigned>(in.tiles.size());
+  const auto kernel =
+      images.target_bytes
+          ? (images.mask ? ssim_kernel<uint8_t, true, kPatch> : ssim_kernel<uint8_t, false, kPatch>)
+          : (images.mask ? ssim_kernel<float, true, kPatch> : ssim_kernel<float, false, kPatch>);
+  const size_t bytes = images.mask ? sizeof(SharedRows<true>) : sizeof(SharedRows<false>);
+  CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  kernel<<<grid, kThreads, bytes, shard_stream(shard)>>>(in);
+  KERNEL_CHECK("loss", shard, images.height);
+}
+
+// L1 and SSIM of a band; all its sums, as with the functions below.
+Buffer<Sums> launch_band(const LossInput& in, int shard) {
+  const int64_t strips = (in.images.width + kWide - 1) / kWide;
+  Buffer<Sums> sums(in.tiles.size() * strips * kWarps, shard);
   LossInput band = in;
-  Buffer<Sums> sums;
-  if (with_ssim) {
-    band.first_strip = static_cast<int>(columns.begin / kWide);
-    const int64_t strips = (columns.end + kWide - 1) / kWide - band.first_strip;
-    band.strip_tiles = strip_tiles_of(in.tiles.size(), strips, shard_device(shard));
-    sums = Buffer<Sums>(tile_rows * strips * kWarps, shard);
-    band.sums = sums.data();
-    const auto kernel =
-        images.target_bytes
-            ? (images.mask ? ssim_kernel<uint8_t, true, kPatch> : ssim_kernel<uint8_t, false, kPatch>)
-            : (images.mask ? ssim_kernel<float, true, kPatch> : ssim_kernel<float, false, kPatch>);
-    const size_t bytes = images.mask ? sizeof(SharedRows<true>) : sizeof(SharedRows<false>);
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-    const dim3 grid(static_cast<unsigned>(strips),
-                    static_cast<unsigned>((in.tiles.size() + band.strip_tiles - 1) / band.strip_tiles));
-    kernel<<<grid, kThreads, bytes, stream>>>(band);
-  } else {
-    const unsigned pieces = blocks_for(kHigh * images.width * kChannels, kPiece);
-    sums = Buffer<Sums>(int64_t{tile_rows} * pieces, shard);
-    band.sums = sums.data();
-    const bool packed = aligned(images.rgb, sizeof(float4)) && aligned(in.dL_drgb, sizeof(float4)) &&
-                        aligned(images.target, sizeof(float4)) &&
-                        aligned(images.target_bytes, sizeof(uchar4)) &&
-                        (!kPatch || images.width * kChannels % kPack == 0);
-    const auto kernel = images.mask ? l1_kernel<true, kPatch> : l1_kernel<false, kPatch>;
-    kernel<<<dim3(pieces, tile_rows), kThreads, 0, stream>>>(band, packed);
+  band.strip_tiles = strip_tiles_of(in.tiles.size(), strips, processors_of(shard));
+  band.sums = sums.data();
+  launch_strips<false>(
+      band,
+      dim3(static_cast<unsigned>(strips),
+           static_cast<unsigned>((in.tiles.size() + band.strip_tiles - 1) / band.strip_tiles)),
+      shard);
+  return sums;
+}
+
+// L1 and SSIM of a patch whose tiles are in `runs`.
+Buffer<Sums> launch_items(const LossInput& in, const std::vector<StripRun>& runs, int shard) {
+  const int processors = processors_of(shard);
+  const std::vector<LossItem> items = loss_items(runs, processors, kWalk);
+  int64_t rows = 0;
+  for (const StripRun& run : runs) rows += run.end - run.begin;
+  Buffer<Sums> sums(rows * kWarps, shard);
+  PatchInput piece{in, {}};
+  piece.sums = sums.data();
+  // Of very many, as many at once as keep all multiprocessors busy.
+  const size_t most =
+      static_cast<size_t>(processors < kMostItems ? kMostItems / processors * processors : kMostItems);
+  for (size_t first = 0; first < items.size(); first += most) {
+    const size_t some = std::min(most, items.size() - first);
+    std::copy_n(items.begin() + static_cast<std::ptrdiff_t>(first), some, piece.items);
+    launch_strips<true>(piece, dim3(static_cast<unsigned>(some)), shard);
   }
+  return sums;
+}
+
+// L1 alone.
+template <bool kPatch>
+Buffer<Sums> launch_l1(const LossInput& in, int shard) {
+  const LossImages& images = in.images;
+  const unsigned tile_rows = static_cast<unsigned>(in.tiles.size());
+  const unsigned pieces = blocks_for(kHigh * images.width * kChannels, kPiece);
+  Buffer<Sums> sums(int64_t{tile_rows} * pieces, shard);
+  LossInput band = in;
+  band.sums = sums.data();
+  const bool packed = aligned(images.rgb, sizeof(float4)) && aligned(in.dL_drgb, sizeof(float4)) &&
+                      aligned(images.target, sizeof(float4)) &&
+                      aligned(images.target_bytes, sizeof(uchar4)) &&
+                      (!kPatch || images.width * kChannels % kPack == 0);
+  const auto kernel = images.mask ? l1_kernel<true, kPatch> : l1_kernel<false, kPatch>;
+  kernel<<<dim3(pieces, tile_rows), kThreads, 0, shard_stream(shard)>>>(band, packed);
   KERNEL_CHECK("loss", shard, in.tiles.size() * kHigh);
   return sums;
 }
@@ -665,7 +717,7 @@ void count_mask(const LossImages& images, bool with_ssim, LossCounts* counts, in
 // Value as doubles, as floats, or both, on the lead shard's GPU.
 void launch_loss(const LossImages& images, float ssim_weight, float share, float* dL_drgb, double* value,
                  float* value_float) {
-  const int64_t height = images.height, width = images.width;
+  const int64_t height = images.height;
   const int shards = mesh().size();
   const bool with_ssim = has_centres(images, ssim_weight);
   const LossCounts counts = counts_of(images, ssim_weight);
@@ -689,7 +741,7 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
                        .device_counts = masked[index].data(),
                        .tiles = band,
                        .dL_drgb = dL_drgb};
-    sums[index] = launch_band<false>(in, with_ssim, shard.index, {0, width});
+    sums[index] = with_ssim ? launch_band(in, shard.index) : launch_l1<false>(in, shard.index);
   };
   for_each_shard("loss", run, Access::kExchange);  // bands read their neighbours' rows
 
@@ -712,16 +764,6 @@ void launch_loss(const LossImages& images, float ssim_weight, float share, float
                                                          ssim_weight, value, value_float);
   KERNEL_CHECK("loss", 0, height);
   if (shards > 1) join_shards();  // the copies are made before the parts are freed
-}
-
-// Rows of tiles and columns of pixels in which a patch has anything to count or put out.
-struct PatchBand {
-  RowRange tiles, columns;
-};
-
-PatchBand band_of(const ViewPatch& patch, int64_t width) {
-  return {{patch.y0, patch.y1},
-          {std::max(patch.x0 * kTileSize - 1, 0), std::min<int64_t>(patch.x1 * kTileSize, width)}};
 }
 
 }  // namespace
@@ -763,6 +805,13 @@ void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weigh
   std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));  // [images]
   const bool any_mask = std::any_of(images.begin(), images.end(),
                                     [](const PatchedImage& image) { return image.images.mask != nullptr; });
+  std::vector<std::vector<std::vector<StripRun>>> runs(images.size());  // [images][shards]
+  for (size_t v = 0; v < images.size(); ++v) {
+    const LossImages& image = images[v].images;
+    if (!has_centres(image, ssim_weight)) continue;
+    if (!images[v].owners) throw std::invalid_argument("the loss of patches needs the owners of the tiles");
+    runs[v] = strip_runs(*images[v].owners, shards, static_cast<int>(image.width), kWalk);
+  }
   for_each_shard("loss", [&](const Shard& shard) {
     const auto self = static_cast<size_t>(shard.index);
     part[self] = Buffer<Sums>(count, shard.index);
@@ -784,19 +833,19 @@ void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weigh
           count_mask(image, with_ssim, counted, shard.index);
         if (patch.patch.empty()) continue;
         image.rgb = patch.rgb;
-        const PatchBand band = band_of(patch.patch, image.width);
         const LossInput in{.images = image,
                            .ssim_weight = ssim_weight,
                            .share = share,
                            .scales = scales_of(counts_of(image, ssim_weight), ssim_weight, share),
                            .device_counts = counted,
-                           .tiles = band.tiles,
+                           .tiles = {patch.patch.y0, patch.patch.y1},
                            .dL_drgb = patch.dL_drgb,
                            .positions = patch.tiles,
                            .position_from_tile = patch.position_from_tile,
                            .tiles_x = static_cast<int>((image.width + kTileSize - 1) / kTileSize)};
         Buffer<Sums>& of_image = sums[static_cast<size_t>(i)];
-        of_image = launch_band<true>(in, with_ssim, shard.index, band.columns);
+        of_image = with_ssim ? launch_items(in, runs[static_cast<size_t>(v)][self], shard.index)
+                             : launch_l1<true>(in, shard.index);
         all.sums[i] = of_image.data();
         all.count[i] = of_image.size();
       }

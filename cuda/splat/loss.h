@@ -18,6 +18,8 @@
 
 namespace mgpu::splat {
 
+class TileOwners;
+
 // Images are [height, width, 3], contiguous. One of target and target_bytes is set; bytes stand for 0..1 in
 // 255 steps.
 struct LossImages {
@@ -62,8 +64,9 @@ struct LossPatch {
 };
 
 struct PatchedImage {
-  LossImages images;               // without rgb
-  std::vector<LossPatch> patches;  // [shards]; each tile is in one of them
+  LossImages images;                   // without rgb
+  std::vector<LossPatch> patches;      // [shards]; each tile is in one of them
+  const TileOwners* owners = nullptr;  // the same; may be null where the loss is L1 alone
 };
 
 // None if the loss of such an image is L1 alone.

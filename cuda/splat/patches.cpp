@@ -4,68 +4,13 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstring>
 
 #include "splat/frame.h"
+#include "splat/tile_owners.h"
 
 namespace mgpu::splat {
 
 namespace {
-
-constexpr uint8_t kNobody = 255;
-static_assert(kMaxShards < kNobody);
-
-// Owners of the tiles of a view, with a row of nobody's above and below.
-class OwnerMap {
- public:
-  OwnerMap(const View& view, size_t v, const std::vector<std::vector<ViewPatch>>& patches)
-      : across_(view.tiles_x),
-        down_(view.tiles_y),
-        owner_(static_cast<size_t>(view.tile_count()) + 2 * static_cast<size_t>(across_), kNobody) {
-    for (size_t shard = 0; shard < patches.size(); ++shard) {
-      const RowRange tiles = patches[shard][v].tiles;
-      for (int64_t position = tiles.begin; position < tiles.end; ++position)
-        owner_[static_cast<size_t>(across_ + view.tile_at(position))] = static_cast<uint8_t>(shard);
-    }
-  }
-  uint8_t at(int x, int y) const { return x < 0 || x >= across_ ? kNobody : row(y)[x]; }
-
-  // Calls visit(x, y) for all tiles but some whose neighbours are all of their own shard, row by row. Most of
-  // these are found eight at a time.
-  template <typename Visit>
-  void for_border_tiles(const Visit& visit) const {
-    constexpr int kAtOnce = 8;
-    const auto eight = [](const uint8_t* from) {
-      uint64_t word;
-      std::memcpy(&word, from, sizeof word);
-      return word;
-    };
-    for (int y = 0; y < down_; ++y) {
-      const uint8_t* const rows[] = {row(y - 1), row(y), row(y + 1)};
-      for (int x = 0; x < across_;) {
-        if (x > 0 && x + kAtOnce < across_) {
-          const uint64_t own = eight(rows[1] + x);
-          uint64_t other = 0;
-          for (const uint8_t* const of : rows)
-            other |= (eight(of + x - 1) ^ own) | (eight(of + x) ^ own) | (eight(of + x + 1) ^ own);
-          if (other == 0) {
-            x += kAtOnce;
-            continue;
-          }
-        }
-        visit(x, y);
-        ++x;
-      }
-    }
-  }
-
- private:
-  const uint8_t* row(int y) const {
-    return owner_.data() + static_cast<std::ptrdiff_t>(y + 1) * static_cast<std::ptrdiff_t>(across_);
-  }
-  int across_, down_;
-  std::vector<uint8_t> owner_;
-};
 
 void widen(ViewPatch& patch, int x0, int y0, int x1, int y1) {
   patch.x0 = std::min(patch.x0, x0), patch.x1 = std::max(patch.x1, x1);
@@ -101,7 +46,34 @@ RowRange part_read(int step, int size, int before, int after) {
   return {0, step < 0 ? std::min(after, size) : size};
 }
 
+// By (from, to), else in their order. There are thousands, and few pairs of shards.
+std::vector<HaloPiece> by_pair(const std::vector<HaloPiece>& pieces, size_t shards) {
+  const auto pair_of = [&](const HaloPiece& piece) {
+    return static_cast<size_t>(piece.from) * shards + static_cast<size_t>(piece.to);
+  };
+  std::vector<size_t> next(shards * shards + 1, 0);  // place of a pair's next piece
+  for (const HaloPiece& piece : pieces) ++next[pair_of(piece) + 1];
+  for (size_t pair = 1; pair < next.size(); ++pair) next[pair] += next[pair - 1];
+  std::vector<HaloPiece> sorted(pieces.size());
+  for (const HaloPiece& piece : pieces) sorted[next[pair_of(piece)]++] = piece;
+  return sorted;
+}
+
 }  // namespace
+
+static_assert(kMaxShards < TileOwners::kNobody);
+
+TileOwners::TileOwners(const View& view, size_t v, const std::vector<std::vector<ViewPatch>>& patches)
+    : across_(view.tiles_x),
+      down_(view.tiles_y),
+      owner_(static_cast<size_t>(view.tile_count()) + 2 * static_cast<size_t>(across_), kNobody) {
+  uint8_t* const owner = owner_.data() + across_;
+  for (size_t shard = 0; shard < patches.size(); ++shard) {
+    const RowRange tiles = patches[shard][v].tiles;
+    for (int64_t position = tiles.begin; position < tiles.end; ++position)
+      owner[view.tile_at(position)] = static_cast<uint8_t>(shard);
+  }
+}
 
 std::vector<std::vector<ViewPatch>> view_patches(const Frame& frame) {
   std::vector<std::vector<ViewPatch>> patches(frame.owners.size(),
@@ -137,21 +109,21 @@ std::vector<std::vector<ViewPatch>> view_patches(const Frame& frame) {
   return patches;
 }
 
-std::vector<HaloPiece> halo_pieces(const Frame& frame, const std::vector<std::vector<ViewPatch>>& patches,
+std::vector<HaloPiece> halo_pieces(const Frame& frame, const std::vector<TileOwners>& all_owners,
                                    const std::vector<LossReach>& reach) {
   std::vector<HaloPiece> all;
   for (size_t v = 0; v < frame.views.size(); ++v) {
     const LossReach& around = reach[v];
     if (around.side == 0) continue;
     const View& view = frame.views[v];
-    const OwnerMap owners(view, v, patches);
+    const TileOwners& owners = all_owners[v];
     owners.for_border_tiles([&](int x, int y) {
       const uint8_t mine = owners.at(x, y);
       Wanted wanted;
       for (int dy = -1; dy <= 1; ++dy) {
         for (int dx = -1; dx <= 1; ++dx) {
           const uint8_t other = owners.at(x + dx, y + dy);
-          if (other == mine || other == kNobody) continue;
+          if (other == mine || other == TileOwners::kNobody) continue;
           const int left = x * kTileSize, top = y * kTileSize;
           const RowRange columns =
               part_read(dx, std::min(kTileSize, view.width - left), around.side, around.side);
@@ -165,10 +137,7 @@ std::vector<HaloPiece> halo_pieces(const Frame& frame, const std::vector<std::ve
       all.insert(all.end(), wanted.begin(), wanted.end());
     });
   }
-  std::stable_sort(all.begin(), all.end(), [](const HaloPiece& a, const HaloPiece& b) {
-    return a.from != b.from ? a.from < b.from : a.to < b.to;
-  });
-  return all;
+  return by_pair(all, frame.owners.size());
 }
 
 RowRange rows_held(const View& view, const ViewPatch& patch, const LossReach& reach) {

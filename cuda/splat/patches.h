@@ -11,6 +11,7 @@
 namespace mgpu::splat {
 
 struct Frame;
+class TileOwners;
 
 // The tiles of one view that a shard blends.
 struct ViewPatch {
@@ -36,8 +37,8 @@ struct HaloPiece {
 // [shards][views].
 std::vector<std::vector<ViewPatch>> view_patches(const Frame& frame);
 
-// By (from, to, view, tile); reach [views].
-std::vector<HaloPiece> halo_pieces(const Frame& frame, const std::vector<std::vector<ViewPatch>>& patches,
+// By (from, to, view, tile); owners, reach: [views].
+std::vector<HaloPiece> halo_pieces(const Frame& frame, const std::vector<TileOwners>& owners,
                                    const std::vector<LossReach>& reach);
 
 // Rows of the image in which a shard holds anything: its tiles' and those within reach, and one more below,

@@ -64,7 +64,11 @@ std::vector<ImageGradPointers> ShardImages::gradients() const {
 }
 
 void ShardImages::share_halo(const Frame& frame) {
-  halo_ = halo_pieces(frame, patches_, reach_);
+  owners_.assign(views_, {});
+  for (size_t v = 0; v < views_; ++v) {
+    if (reach_[v].side > 0) owners_[v] = TileOwners(frame.views[v], v, patches_);
+  }
+  halo_ = halo_pieces(frame, owners_, reach_);
   const size_t shards = patches_.size();
   std::vector<std::vector<CopyRect>> at_home(shards), on_arrival(shards);
   std::vector<Buffer<float>> sent, received;  // of a pair of shards

@@ -10,6 +10,7 @@
 #include "splat/frame.h"
 #include "splat/loss.h"
 #include "splat/patches.h"
+#include "splat/tile_owners.h"
 
 namespace mgpu::splat {
 
@@ -30,6 +31,8 @@ class ShardImages {
   void put_together(const Frame& frame, const std::vector<float*>& gather) const;
   // What the loss of view `v` takes, but for photograph, mask and size.
   std::vector<LossPatch> loss_patches(const Frame& frame, size_t v) const;
+  // After share_halo(); of a view without a halo null.
+  const TileOwners* owners(size_t v) const { return reach_[v].side > 0 ? &owners_[v] : nullptr; }
 
   const std::vector<HaloPiece>& halo() const { return halo_; }
 
@@ -39,7 +42,8 @@ class ShardImages {
   size_t views_;
   std::vector<std::vector<ViewPatch>> patches_;        // [shards][views]
   std::vector<LossReach> reach_;                       // [views]
-  std::vector<HaloPiece> halo_;                        // after share_halo()
+  std::vector<TileOwners> owners_;                     // [views], after share_halo()
+  std::vector<HaloPiece> halo_;                        // the same
   std::vector<Buffer<float>> memory_;                  // [shards]
   std::vector<float*> rgb_, accumulation_, gradient_;  // [shards * views], null if the shard has no tile
 };

@@ -77,7 +77,8 @@ void render_loss_backward_by_owners(Frame& frame, const std::vector<TrainTarget>
     own->share_halo(frame);
     std::vector<PatchedImage> images;
     for (size_t v = 0; v < views; ++v)
-      images.push_back({photograph_of(frame.views[v], targets[v]), own->loss_patches(frame, v)});
+      images.push_back(
+          {photograph_of(frame.views[v], targets[v]), own->loss_patches(frame, v), own->owners(v)});
     std::vector<PatchedImage> compared = images;
     std::vector<std::vector<Buffer<float>>> exposed(views);  // of the shards
     for (size_t v = 0; v < views; ++v) {

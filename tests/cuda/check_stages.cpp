@@ -1375,10 +1375,38 @@ void check_loss_meshes() {
   }
 }
 
-// Loss where the tiles are, each shard with a random run of tiles along the curve (one of them with none),
-// its own pixels, their halo, and not-a-number everywhere else, against the loss of the whole image on the
-// mesh.
-void check_loss_patches(int width, int height, bool bytes, bool masked, float ssim_weight) {
+// As after stage "assign": one view, whose tiles along the curve are dealt to the shards in runs that end at
+// these places, the last one where the tiles do.
+Frame patches_frame(int width, int height, std::vector<int64_t> cut) {
+  Frame frame;
+  const float identity[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+  frame.views.push_back(make_view(identity, 100, 100, width / 2., height / 2., width, height, 0));
+  View& view = frame.views[0];
+  frame.curves.push_back(tile_curve(view.tiles_x, view.tiles_y));
+  const TileCurve& curve = *frame.curves[0];
+  view.position_from_tile = curve.position_from_tile.data();
+  view.tile_from_position = curve.tile_from_position.data();
+  cut.push_back(view.tile_count());
+  int64_t begin = 0;
+  for (const int64_t end : cut) {
+    frame.homes.emplace_back();
+    frame.owners.emplace_back();
+    frame.owners.back().tiles = {begin, end};
+    begin = end;
+    auto on_shard = std::make_shared<DeviceCurve>();
+    on_shard->position_from_tile =
+        to_buffer(curve.position_from_tile, static_cast<int>(frame.constants.size()));
+    frame.constants.emplace_back();
+    frame.constants.back().curves.push_back(std::move(on_shard));
+  }
+  return frame;
+}
+
+// Loss where the tiles are, each shard with a random run of tiles along the curve (one of them with none; or
+// cut at `only_cut`, and all but two with none), its own pixels, their halo, and not-a-number everywhere
+// else, against the loss of the whole image on the mesh.
+void check_loss_patches(int width, int height, bool bytes, bool masked, float ssim_weight,
+                        int64_t only_cut = -1) {
   const int shards = mesh().size();
   std::mt19937_64 engine(13);
   std::uniform_real_distribution<float> unit(0.f, 1.f);
@@ -1402,29 +1430,14 @@ void check_loss_patches(int width, int height, bool bytes, bool masked, float ss
   Buffer<float> want(dx.size(), 0), want_value(3, 0), got(dx.size(), 0), got_value(3, 0);
   l1_ssim_into(whole, ssim_weight, want.data(), want_value.data(), 0.5f);
 
-  Frame frame;
-  const float identity[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
-  frame.views.push_back(make_view(identity, 100, 100, width / 2., height / 2., width, height, 0));
-  View& view = frame.views[0];
-  const auto curve = tile_curve(view.tiles_x, view.tiles_y);
-  view.position_from_tile = curve->position_from_tile.data();
-  view.tile_from_position = curve->tile_from_position.data();
-  frame.homes.resize(static_cast<size_t>(shards));
-  frame.owners.resize(static_cast<size_t>(shards));
-  frame.constants.resize(static_cast<size_t>(shards));
+  const int64_t tiles = int64_t{(width + kTileSize - 1) / kTileSize} * ((height + kTileSize - 1) / kTileSize);
   std::vector<int64_t> cut;
   for (int s = 1; s < shards; ++s)
-    cut.push_back(static_cast<int64_t>(unit(engine) * static_cast<float>(view.tile_count())));
+    cut.push_back(only_cut >= 0 ? only_cut : static_cast<int64_t>(unit(engine) * static_cast<float>(tiles)));
   std::sort(cut.begin(), cut.end());
-  cut.push_back(view.tile_count());
   if (shards > 2) cut[1] = cut[0];
-  for (int s = 0; s < shards; ++s) {
-    frame.owners[static_cast<size_t>(s)].tiles = {s > 0 ? cut[static_cast<size_t>(s) - 1] : 0,
-                                                  cut[static_cast<size_t>(s)]};
-    auto on_shard = std::make_shared<DeviceCurve>();
-    on_shard->position_from_tile = to_buffer(curve->position_from_tile, s);
-    frame.constants[static_cast<size_t>(s)].curves.push_back(std::move(on_shard));
-  }
+  const Frame frame = patches_frame(width, height, cut);
+  const View& view = frame.views[0];
   ShardImages own(frame, ssim_weight);
   const auto patches = view_patches(frame);
   const LossReach reach = loss_reach(height, width, ssim_weight);
@@ -1452,7 +1465,8 @@ void check_loss_patches(int width, int height, bool bytes, bool masked, float ss
     flavour::copy_rects(rects, shard.index);
   });
   own.share_halo(frame);
-  patch_losses_into({{images, own.loss_patches(frame, 0)}}, ssim_weight, got_value.data(), 0.5f);
+  patch_losses_into({{images, own.loss_patches(frame, 0), own.owners(0)}}, ssim_weight, got_value.data(),
+                    0.5f);
   synchronise_shards();
   for_each_shard("check", [&](const Shard& shard) {
     const float* const mine = own.gradients()[static_cast<size_t>(shard.index)].rgb;
@@ -1937,14 +1951,77 @@ void time_loss(int64_t height, int64_t width) {
   std::printf("\n");
 }
 
+// Of the mesh's shards, each with an equal run of tiles, one after the other where they are virtual: the loss
+// of their patches, and the halo before it; and, of both, until the host has launched all.
+void time_loss_patches(int64_t height, int64_t width) {
+  const int shards = mesh().size();
+  std::vector<uint8_t> bytes(static_cast<size_t>(height * width * 3), 99);
+  const Buffer<uint8_t> target = to_buffer(bytes, 0);
+  Buffer<float> value(3, 0);
+  std::vector<int64_t> cut;
+  const int64_t tiles = ((height + kTileSize - 1) / kTileSize) * ((width + kTileSize - 1) / kTileSize);
+  for (int s = 1; s < shards; ++s) cut.push_back(tiles * s / shards);
+  const Frame frame = patches_frame(static_cast<int>(width), static_cast<int>(height), cut);
+  std::printf("loss of patches %lldx%lld, %d shards, us:", static_cast<long long>(width),
+              static_cast<long long>(height), shards);
+  for (const float weight : {0.f, 0.2f}) {
+    ShardImages own(frame, weight);
+    for_each_shard("check", [&](const Shard& shard) {
+      const RowRange rows =
+          rows_held(frame.views[0], view_patches(frame)[static_cast<size_t>(shard.index)][0],
+                    loss_reach(height, width, weight));
+      float* const first = own.images()[static_cast<size_t>(shard.index)].rgb + rows.begin * width * 3;
+      zero_bytes(first, rows.size() * width * 3 * static_cast<int64_t>(sizeof(float)), shard.index);
+    });
+    LossImages images;
+    images.target_bytes = target.data();
+    images.height = height;
+    images.width = width;
+    const auto time = [&](const auto& work) {
+      constexpr int kRounds = 40;
+      double host = 0.0;
+      std::chrono::steady_clock::time_point start;
+      for (int round = -5; round < kRounds; ++round) {
+        if (round == 0) {
+          synchronise_shards();
+          host = 0.0;
+          start = std::chrono::steady_clock::now();
+        }
+        const auto begin = std::chrono::steady_clock::now();
+        work();
+        host += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      }
+      synchronise_shards();
+      const double whole = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      std::printf(" %.1f (host %.1f)", 1e6 * whole / kRounds, 1e6 * host / kRounds);
+    };
+    std::printf("%s", weight > 0.f ? "; SSIM uint8: halo" : " L1 uint8: halo");
+    time([&] { own.share_halo(frame); });
+    std::printf(", loss");
+    time([&] {
+      patch_losses_into({{images, own.loss_patches(frame, 0), own.owners(0)}}, weight, value.data());
+    });
+  }
+  std::printf("\n");
+}
+
+std::vector<std::string> virtual_shards(int count) {
+  return std::vector<std::string>(static_cast<size_t>(count), "cuda:0");
+}
+
 void time_losses() {
   time_loss(420, 648);
   time_loss(1244, 1920);
   time_loss(2489, 3840);
 }
 
-std::vector<std::string> virtual_shards(int count) {
-  return std::vector<std::string>(static_cast<size_t>(count), "cuda:0");
+// Of 1, 2, 4 and 8 shards that follow each other on one GPU.
+void time_virtual_patches() {
+  for (const int shards : {1, 2, 4, 8}) {
+    set_mesh(virtual_shards(shards));
+    time_loss_patches(1244, 1920);
+    time_loss_patches(2489, 3840);
+  }
 }
 
 // For compute-sanitizer, under which everything takes fifty times as long.
@@ -1965,13 +2042,24 @@ void check_small(const std::vector<std::string>& names) {
   check_densify(2000, 100);
 }
 
-void check_losses() {
+void check_patch_losses() {
   check_loss_patches(61, 47, true, true, 0.2f);
   check_loss_patches(333, 200, false, false, 0.2f);  // several strips
   check_loss_patches(331, 200, true, false, 0.2f);
   check_loss_patches(333, 120, true, true, 0.f);  // rows that are not packs
   check_loss_patches(320, 120, false, false, 0.f);
-  check_loss_patches(30, 9, false, false, 0.2f);  // no centre
+  check_loss_patches(30, 9, false, false, 0.2f);     // no centre
+  check_loss_patches(700, 500, false, false, 0.2f);  // several runs in a strip
+  check_loss_patches(699, 501, true, true, 0.2f);
+  check_loss_patches(1333, 700, true, false, 0.2f);
+  for (const int64_t cut : {74, 75, 76}) {  // where a strip ends: its last centre is a pair's first
+    check_loss_patches(1300, 16, true, false, 0.2f, cut);
+    check_loss_patches(1300, 16, false, true, 1.f, cut);
+  }
+}
+
+void check_losses() {
+  check_patch_losses();
   check_loss(40, 50, false, false, 0.2f);
   check_loss(77, 91, true, true, 0.2f);
   check_loss(9, 30, false, true, 0.2f);
@@ -2035,11 +2123,16 @@ int main(int count, char** arguments) {
         check_all_cells();
       }
     } else if (what == "loss") {
+      for (const int shards : {2, 4, 7, 8}) {
+        set_mesh(virtual_shards(shards));
+        check_patch_losses();
+      }
       for (const int shards : {1, 3}) {
         set_mesh(virtual_shards(shards));
         check_losses();
       }
       check_loss_meshes();
+      time_virtual_patches();
       set_mesh(virtual_shards(1));
       time_losses();
     } else if (what != "time") {

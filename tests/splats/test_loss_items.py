@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CUDA flavour's loss deals to the blocks of a GPU, without one: tests/cuda/check_items.cpp plays the blocks and counts
+which pixels and centres come out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.any_mesh
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (
+    "tests/cuda/check_items.cpp",
+    "cuda/splat/loss_items.cpp",
+    "cuda/splat/patches.cpp",
+    "cuda/splat/curve.cpp",
+)
+
+
+@pytest.fixture(scope="module")
+def check_items(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs g++")
+    out = tmp_path_factory.mktemp("items") / "check_items"
+    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    subprocess.run([compiler, *flags, f"-I{ROOT / 'cuda'}", *SOURCES, "-o", str(out)], cwd=ROOT, check=True)
+    return out
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_pixel_and_every_centre_comes_out_once(check_items: Path, seed: int) -> None:
+    done = subprocess.run([str(check_items), str(seed), "40"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "0 failures\n"
