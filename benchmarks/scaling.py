@@ -304,11 +304,10 @@ class Schedule:
             if row["shards"] != 1 and one and "equal" not in row:
                 a, b = (torch.load(r["file"], mmap=True) for r in (one, row))
                 row |= differences(a, b)
-                row["equal"] = row["layout"] == "step" or (
-                    row["image"] <= IMAGE_TOLERANCE and row["gradient"] <= GRADIENT_TOLERANCE
-                )
-                if row["layout"] == "step":
+                if row["layout"].startswith("step"):
                     row["equal"] = row["moment"] <= GRADIENT_TOLERANCE
+                else:
+                    row["equal"] = row["image"] <= IMAGE_TOLERANCE and row["gradient"] <= GRADIENT_TOLERANCE
                 self.say(f"equality G={row['shards']} {line_of(row)}")
                 Path(row["file"]).unlink()
 

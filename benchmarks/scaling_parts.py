@@ -29,7 +29,7 @@ WARM_UP = 24  # steps, in which placement learns what is seen
 GIB = float(1 << 30)
 PAGE = 2 << 20
 MARGIN = 4.0  # GiB a card that the largest table leaves for contexts and what a step needs at least
-TRIES = 5
+TRIES, LESS_A_TRY = 10, 0.02  # of the largest table
 GARDEN_ROWS = 111_785
 LAYOUTS = ("placed", "unsorted", "striped")  # of rows on several shards; on one, the third is the first
 
@@ -127,14 +127,13 @@ class Scene:
         mgpu().synchronize()
         return {"reorder_s": time.perf_counter() - start}
 
-    def sort_and_place(self, *, reorder: bool = True) -> dict[str, float]:
+    def sort_and_place(self) -> dict[str, float]:
         """Rows in Hilbert order, dealt to shards by what cameras of all kinds see; what that took and gave."""
         from ns_mgpu_splat.partition.placement import Placement
 
         placement, start = Placement(), time.perf_counter()
-        if reorder:
-            self.table.reorder(self.adam)
-            mgpu().synchronize()
+        self.table.reorder(self.adam)
+        mgpu().synchronize()
         sorted_at = time.perf_counter()
         if shard_count() > 1:
             kinds = list(self.cameras.values())
@@ -148,7 +147,7 @@ class Scene:
         placement.update(self.table, self.adam)
         mgpu().synchronize()
         return {
-            "reorder_s": sorted_at - start if reorder else 0.0,
+            "reorder_s": sorted_at - start,
             "place_s": time.perf_counter() - observed_at,
             **placement.figures(),
         }
@@ -222,6 +221,19 @@ def stage_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
         home.append(home_imbalance(report))
     stages = {stage: round(milliseconds, 4) for stage, milliseconds in together.items()}
     return {"stages": stages, "home_imbalance": statistics.fmean(home)}
+
+
+def sort_into_stripes(scene: Scene, shards: int) -> None:
+    """Rows where the product's "stripes" has them on so many shards, whatever the mesh."""
+    from ns_mgpu_splat.partition.placement import even_homes, row_bytes_of
+    from ns_mgpu_splat.partition.stripes import deal, stripe_rows
+
+    if shards == shard_count():
+        deal(scene.table, scene.adam)
+        return
+    rows = scene.table.num_rows
+    homes = even_homes(rows, shards, max(row_bytes_of(scene.table.columns())))
+    scene.table.reorder(scene.adam, deal=homes, stripe=stripe_rows(rows, shards))
 
 
 # ---- the parts
@@ -402,7 +414,7 @@ class Weak(Part):
         self.source = source_of(self.case)
 
     def run(self) -> Rows:
-        """Rows in the order of the town's blocks, which is one of space; dealt by what is seen."""
+        """Rows in the product's layout: stripes, on one shard Hilbert order."""
         reason = fits(self.case)
         if reason:
             yield {"case": self.case.name, "left_out": reason}
@@ -413,7 +425,7 @@ class Weak(Part):
             "size": f"{self.case.width}x{self.case.height}",
         }
         scene = Scene(self.case, self.source, images=8 * self.shards + 16)
-        head |= {"make_s": scene.seconds} | scene.sort_and_place(reorder=False)
+        head |= {"make_s": scene.seconds} | scene.lay_out("striped")
         for kind in scene.cameras:
             for batch in sorted({1, self.shards}):
                 found = timed_steps(scene, scene.batches(kind, batch, self.views), self.passes)
@@ -440,12 +452,13 @@ class Largest(Part):
         return min(rows, cap) if cap else rows
 
     def run(self) -> Rows:
-        """From the full cards downwards, by 3 % after each time that memory ran out."""
+        """From the full cards downwards, by 2 % after each time that memory ran out; the town grows with the rows."""
         bytes_a_row = 504 if self.half else 712
         rows = self.limit_rows(bytes_a_row)
         width, height = self.options["size"] or (1920, 1244)
         for attempt in range(TRIES):
-            case = Case("half" if self.half else "fp32", rows, width, height, 16, self.half)
+            blocks = max(1, round(rows / ROWS_A_BLOCK))
+            case = Case("half" if self.half else "fp32", rows, width, height, blocks, self.half)
             try:
                 yield self.train(case, attempt)
                 return
@@ -454,7 +467,7 @@ class Largest(Part):
             gc.collect()
             mgpu().empty_cache()
             print(f"{rows:,} rows: {sentence}", flush=True)
-            rows = int(rows * 0.97)
+            rows = int(rows * (1 - LESS_A_TRY))
         yield {
             "case": case.name,
             "left_out": f"out of memory {TRIES} times, last with {case.rows:,} rows: {sentence}",
@@ -510,44 +523,70 @@ class Equality(Part):
         self.source = source_of(self.case)
 
     def run(self) -> Rows:
-        """Unsorted rows, then sorted and placed; tensors go to a file whose name is in the row."""
+        """Unsorted rows, placed ones and a step from there, striped ones and a step; tensors go to files whose names are in
+        the rows. One shard also has the rows in each other mesh's stripes: which row is where depends on their number."""
+        scene = self.scene()
+        yield self.images_and_gradients(scene, "unsorted")
+        # by what nothing was seen: training steps before would make the tables of two meshes differ
+        from ns_mgpu_splat.partition.placement import Placement
+
+        scene.table.reorder(scene.adam)
+        Placement().update(scene.table, scene.adam)
+        yield self.images_and_gradients(scene, "placed")
+        yield self.after_a_step(scene, "step")
+        scene.close()
+        others = [shards for shards in self.options["gpus"] if shards > 1]
+        for shards in others if self.shards == 1 else [self.shards]:
+            scene = self.scene()
+            sort_into_stripes(scene, shards)
+            yield self.images_and_gradients(scene, f"striped {shards}")
+            yield self.after_a_step(scene, f"step striped {shards}")
+            scene.close()
+
+    def scene(self) -> Scene:
+        """The town as it was made, in no order; the same on any mesh."""
+        scene = Scene(self.case, self.source, "unsorted", images=8)
+        scene.table.requires_grad_(True)
+        return scene
+
+    @staticmethod
+    def compared_views(scene: Scene) -> list[Any]:
+        """What is compared."""
+        return [scene.cameras["aerial"][0], scene.cameras["street"][0], scene.cameras["aerial"][1]]
+
+    def images_and_gradients(self, scene: Scene, layout: str) -> dict[str, Any]:
+        """The row that names their file."""
         from ns_mgpu_splat import render
 
-        scene = Scene(self.case, self.source, "unsorted", images=8)
-        table = scene.table.requires_grad_(True)
-        views = [scene.cameras["aerial"][0], scene.cameras["street"][0], scene.cameras["aerial"][1]]
-        for layout in ("unsorted", "placed"):
-            if layout == "placed":
-                # by what nothing was seen: training steps before would make the tables of two meshes differ
-                from ns_mgpu_splat.partition.placement import Placement
+        images = [
+            (image.rgb, image.depth, image.accumulation)
+            for image in render(scene.table, self.compared_views(scene))
+        ]
+        torch.stack([(rgb * rgb).sum() + 0.1 * depth.sum() for rgb, depth, _ in images]).sum().backward()
+        found: dict[str, Tensor] = {
+            f"image {i}": torch.cat(image, -1).detach().cpu() for i, image in enumerate(images)
+        }
+        for name, column in scene.table.named_columns().items():
+            if column.grad is None:
+                raise RuntimeError(f"{name} has no gradient")
+            found[f"gradient {name}"] = column.grad.cpu()
+            column.grad = None
+        return self.written(layout, found)
 
-                table.reorder(scene.adam)
-                Placement().update(table, scene.adam)
-            images = [(image.rgb, image.depth, image.accumulation) for image in render(table, views)]
-            torch.stack([(rgb * rgb).sum() + 0.1 * depth.sum() for rgb, depth, _ in images]).sum().backward()
-            found: dict[str, Tensor] = {
-                f"image {i}": torch.cat(image, -1).detach().cpu() for i, image in enumerate(images)
-            }
-            for name, column in table.named_columns().items():
-                if column.grad is None:
-                    raise RuntimeError(f"{name} has no gradient")
-                found[f"gradient {name}"] = column.grad.cpu()
-                column.grad = None
-            del images
-            yield self.written(layout, found)
+    def after_a_step(self, scene: Scene, layout: str) -> dict[str, Any]:
+        """The row that names the file of the loss, moments and parameters."""
         scene.adam.set_lrs(dict.fromkeys(LRS, STEP_LR))
-        report = scene.step(views)
+        report = scene.step(self.compared_views(scene))
         scene.adam.flush()
         found = {"loss": torch.tensor([report.loss])}
-        for name, column in table.named_columns().items():
+        for name, column in scene.table.named_columns().items():
             found[f"moment {name}"] = scene.adam.exp_avg[name].cpu()
             found[f"parameter {name}"] = column.detach().cpu()
-        yield self.written("step", found)
-        scene.close()
+        return self.written(layout, found)
 
     def written(self, layout: str, found: dict[str, Tensor]) -> dict[str, Any]:
         """The row that names the file."""
-        path = Path(self.options["folder"]) / f"equality-{self.shards}-{layout}.pt"
+        path = Path(self.options["folder"]) / f"equality-{self.shards}-{layout.replace(' ', '-')}.pt"
         torch.save(found, path)
         return {"case": self.case.name, "rows": self.case.rows, "layout": layout, "file": str(path)}
 

@@ -112,7 +112,7 @@ def test_stages_are_those_of_a_step(run: tuple[str, dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_meshes_are_compared_with_one_shard(run: tuple[str, dict[str, Any]]) -> None:
-    for layout in ("unsorted", "placed", "step"):
+    for layout in ("unsorted", "placed", "step", "striped 3", "step striped 3"):
         (row,) = rows(run[1], "equality", shards=3, layout=layout)
         assert row["equal"] is True
     assert row["moment"] <= 1e-4
