@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -13,6 +14,7 @@
 
 #include "memory/waits_cuda.h"
 #include "mesh/gate.h"
+#include "mesh/lanes.h"
 #include "mesh/launch.h"
 
 namespace mgpu {
@@ -88,10 +90,13 @@ struct Landing {
 
 // Waits for the shard's stream, and notes for how long.
 thread_local double waited_so_far = 0.0;
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 void wait_for(int shard) {
   const auto start = std::chrono::steady_clock::now();
   synchronise_shard(shard);
-  waited_so_far += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  waited_so_far += seconds_since(start);
 }
 
 }  // namespace
@@ -153,22 +158,34 @@ void ReadBack::add_bytes(void* host, const void* device, int64_t bytes, int shar
   used_ += (bytes + 15) / 16 * 16;
 }
 
+// Each GPU's lane asks and waits for its own: eight streams one after the other would take 50 microseconds.
 void ReadBack::wait() {
   if (pieces_.empty()) return;
   const LaunchScope turn;
   thread_local Landing landing;
   char* memory = landing.at_least(used_);
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    DeviceGuard guard(shard_device(shards_[i]));
-    CUDA_CHECK(cudaMemcpyAsync(memory + pieces_[i].offset, sources_[i], static_cast<size_t>(pieces_[i].bytes),
-                               cudaMemcpyDeviceToHost, shard_stream(shards_[i])));
-  }
-  uint64_t waited = 0;  // GPUs, as bits
-  for (const int shard : shards_) {
-    const uint64_t bit = uint64_t{1} << shard_device(shard);
-    if (!(waited & bit)) wait_for(shard);
-    waited |= bit;
-  }
+  const auto fetch = [&](int lane) {
+    uint64_t waiting = 0;  // for shards, as bits
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      if (lane_of_shard(shards_[i]) != lane) continue;
+      DeviceGuard guard(shard_device(shards_[i]));
+      CUDA_CHECK(cudaMemcpyAsync(memory + pieces_[i].offset, sources_[i],
+                                 static_cast<size_t>(pieces_[i].bytes), cudaMemcpyDeviceToHost,
+                                 shard_stream(shards_[i])));
+      waiting |= uint64_t{1} << shards_[i];
+    }
+    uint64_t waited = 0;  // GPUs, as bits
+    for (; waiting; waiting &= waiting - 1) {
+      const int shard = std::countr_zero(waiting);
+      const uint64_t bit = uint64_t{1} << shard_device(shard);
+      if (!(waited & bit)) synchronise_shard(shard);
+      waited |= bit;
+    }
+  };
+  const auto start = std::chrono::steady_clock::now();
+  run_lanes(fetch);
+  waited_so_far += seconds_since(start);
+  for (const int shard : shards_) host_has_waited_for(shard);
   for (const Piece& piece : pieces_)
     std::memcpy(piece.host, memory + piece.offset, static_cast<size_t>(piece.bytes));
   pieces_.clear();

@@ -195,7 +195,11 @@ void synchronise_shard(int shard) {
     DeviceGuard guard(device);
     CUDA_CHECK(cudaStreamSynchronize(device_stream(device)));
   }
-  if (several_gpus()) ahead_here().clear(device);
+  host_has_waited_for(shard);
+}
+
+void host_has_waited_for(int shard) {
+  if (several_gpus()) ahead_here().clear(shard_device(shard));
 }
 
 void set_late_gpu(int gpu, int microseconds) {

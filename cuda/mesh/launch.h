@@ -51,6 +51,8 @@ class JoinedOperator {
 // The host waits for all shards' streams, or for one; nobody needs to be joined to what it waited for.
 void synchronise_shards();
 void synchronise_shard(int shard);
+// What a thread notes whose lanes (lanes.h) have waited for the shard's stream.
+void host_has_waited_for(int shard);
 
 // Makes a GPU current, and the former one again at the end.
 class DeviceGuard {
