@@ -27,6 +27,7 @@
 
 #include "math/cull.h"
 #include "memory/transfer.h"
+#include "mesh/lanes.h"
 #include "splat/assign_kernels.h"
 #include "splat/cells.h"
 #include "splat/cover.h"
@@ -776,26 +777,39 @@ class ShardProjection {
 
 void upload_constants(Frame& frame) {
   static_assert(std::is_trivially_copyable_v<View> && sizeof(View) % sizeof(float) == 0);
-  thread_local std::vector<float> packed;  // views, and the history behind them; keeps its memory
-  std::vector<View> views = frame.views;
-  packed.resize(views.size() * sizeof(View) / sizeof(float));
+  thread_local std::vector<float> of_caller;  // views, and the history behind them; keeps its memory
+  std::vector<float>& packed = of_caller;     // lanes have another thread's `of_caller`
+  packed.resize(frame.views.size() * sizeof(View) / sizeof(float));
   std::optional<PackedHistory> history;
-  if (frame.replays) history.emplace(frame.history, packed);
   frame.constants.clear();
   frame.constants.resize(frame.homes.size());
-  for (size_t shard = 0; shard < frame.homes.size(); ++shard) {
-    ShardConstants& constants = frame.constants[shard];
-    const int owner = static_cast<int>(shard);
-    for (size_t v = 0; v < frame.curves.size(); ++v) {
-      constants.curves.push_back(device_curve(views[v], *frame.curves[v], owner));
-      views[v].position_from_tile = constants.curves.back()->position_from_tile.data();
-      views[v].tile_from_position = constants.curves.back()->tile_from_position.data();
+  const size_t of_views = packed.size();
+  if (frame.replays) history.emplace(frame.history, packed);
+  const LaunchScope turn;
+  run_lanes([&](int lane) {
+    // Views differ by shard, so each lane writes its own in front of the history.
+    thread_local std::vector<float> copy;
+    std::vector<float>& all = lane == 0 ? packed : copy;
+    if (lane > 0) {
+      copy.resize(packed.size());
+      std::copy(packed.begin() + static_cast<std::ptrdiff_t>(of_views), packed.end(),
+                copy.begin() + static_cast<std::ptrdiff_t>(of_views));
     }
-    std::memcpy(packed.data(), views.data(), views.size() * sizeof(View));
-    constants.memory = to_buffer(packed, owner);
-    constants.views = reinterpret_cast<const View*>(constants.memory.data());
-    if (history) constants.history = history->in(constants.memory.data());
-  }
+    for (int shard = 0; shard < mesh().size(); ++shard) {
+      if (lane_of_shard(shard) != lane) continue;
+      ShardConstants& constants = frame.constants[static_cast<size_t>(shard)];
+      std::vector<View> views = frame.views;
+      for (size_t v = 0; v < frame.curves.size(); ++v) {
+        constants.curves.push_back(device_curve(views[v], *frame.curves[v], shard));
+        views[v].position_from_tile = constants.curves.back()->position_from_tile.data();
+        views[v].tile_from_position = constants.curves.back()->tile_from_position.data();
+      }
+      std::memcpy(all.data(), views.data(), views.size() * sizeof(View));
+      constants.memory = to_buffer(all, shard);
+      constants.views = reinterpret_cast<const View*>(constants.memory.data());
+      if (history) constants.history = history->in(constants.memory.data());
+    }
+  });
 }
 
 void project(Frame& frame) {
