@@ -26,7 +26,7 @@ help:
 
 $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): 8 GB, 5 to 20 minutes, silent until done"
+	@echo "Installing into $(VENV): 8 GiB, 5 to 20 minutes, silent until done"
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[test]"
 	rm -f $(VENV)/.installed-*
 	touch $@

@@ -16,7 +16,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ns_mgpu_splat.data.lens import Lens, Pinhole, premultiplied, shown_by_lens, undistort, unmultiplied
-from ns_mgpu_splat.data.memory import available_memory, shown_bytes
+from ns_mgpu_splat.data.memory import available_memory
+from ns_mgpu_splat.words import shown_bytes
 
 kExifOrientation = 0x0112
 # A JPEG ends with the marker FF D9; cameras append padding or thumbnails behind it, rarely more than this.
@@ -151,7 +152,7 @@ def to_uint8(image: Image.Image) -> np.ndarray:
 def _bytes(image: Image.Image) -> np.ndarray:
     """`np.asarray` of an RGB or RGBA image, read-only; in one piece.
 
-    Pillow's own conversion goes in pieces of 64 kB and takes longer than decoding: 35 ms of 55 for 3840x2160 (Pillow 13).
+    Pillow's own conversion goes in pieces of 64 KiB and takes longer than decoding: 35 ms of 55 for 3840x2160 (Pillow 13).
     """
     try:
         image.load()

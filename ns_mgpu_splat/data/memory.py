@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory the host has left, and how to say so."""
+"""What memory the host has left."""
 
 from __future__ import annotations
 
@@ -48,12 +48,3 @@ def _container() -> int:
         )
         return most - taken + droppable
     return kUnlimited
-
-
-def shown_bytes(count: float) -> str:
-    """`count` bytes for people: 712 B, 9.3 MiB, 1.5 GiB; in the units of the progress line, of pages and of options in GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 99.95 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"

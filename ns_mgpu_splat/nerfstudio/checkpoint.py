@@ -24,9 +24,10 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_mgpu_splat.data.checks import printable
-from ns_mgpu_splat.data.memory import available_memory, shown_bytes
+from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import files
 from ns_mgpu_splat.nerfstudio.text_files import why_no_file
+from ns_mgpu_splat.words import shown_bytes
 
 if TYPE_CHECKING:
     from nerfstudio.engine.trainer import TrainerConfig
@@ -301,7 +302,7 @@ def _is_as_written(path: Path) -> bool:
     """Compare the checksums of a checkpoint. One that takes more than half of the memory that is free is trusted.
 
     It costs next to nothing where it is done: the file is in the page cache afterwards, read by several threads, and page
-    faults of a mapped file alone read in small steps: 2 to 7 s, not 1.3, for 1.4 GB (benchmarks/checkpoint.py).
+    faults of a mapped file alone read in small steps: 2 to 7 s, not 1.3, for 1.3 GiB (benchmarks/checkpoint.py).
     """
     return path.stat().st_size > available_memory() // 2 or files.damaged_record(path) is None
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ns_mgpu_splat.words import shown_bytes
+
 kName = "mgpu-splat-export"
 kOldSpzRows = 10_000_000  # readers of .spz took no more until 2026
 
@@ -133,7 +135,7 @@ def _summary(done: Any, frame: str, offset: list[float]) -> str:
     ]
     parts = [
         f"{done.count:,} splats",
-        f"{size_text(done.size)}",
+        shown_bytes(done.size),
         f"SH degree {done.sh_degree}",
         f"frame {frame}",
     ]
@@ -142,14 +144,6 @@ def _summary(done: Any, frame: str, offset: list[float]) -> str:
     if any(offset):
         parts.append(f"offset to add {' '.join(f'{value:.17g}' for value in offset)}")
     return f"Wrote {done.path}: {', '.join(parts)}; dropped {', '.join(dropped) or 'none'}."
-
-
-def size_text(size: int) -> str:
-    """Bytes in a unit that suits them."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} bytes"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ns_mgpu_splat.words import counted
+from ns_mgpu_splat.words import counted, shown_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -264,7 +264,6 @@ class Run:
 
 def text_of(info: dict[str, Any]) -> str:
     """Lines for people."""
-    from ns_mgpu_splat.data.memory import shown_bytes
 
     def box(low: list[float], high: list[float]) -> str:
         return ", ".join(f"{n} {a:.4g} to {b:.4g}" for n, a, b in zip("xyz", low, high, strict=True))
@@ -331,7 +330,6 @@ def _lengths_text(capture_units: float | None) -> str:
 
 def _pages_text(info: dict[str, Any]) -> str:
     """What the shards' lines add up to, and why a shard's pages need not be as many as its rows fill."""
-    from ns_mgpu_splat.data.memory import shown_bytes
 
     shards, held = info["shards"], info["bytes_per_gaussian"]["columns"] * info["gaussians"]
     pages = sum(shard["pages"] for shard in shards)

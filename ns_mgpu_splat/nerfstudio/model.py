@@ -61,10 +61,10 @@ class MgpuSplatModelConfig(FillsIn, SplatfactoModelConfig):
     """Class of the model."""
     max_gaussians: int | Literal["auto"] = 1_000_000
     """Hard cap on the number of Gaussians, kept from the first step on: a larger seed cloud is thinned evenly. A
-    Gaussian with SH degree 3 takes about 0.7 kB with its optimizer state. Raise it for detail, lower it for memory;
+    Gaussian with SH degree 3 takes about 0.7 KiB with its optimizer state. Raise it for detail, lower it for memory;
     "auto" takes as many as fit in what is free when training starts."""
     half: bool = False
-    """Keep higher SH coefficients in float16 and first moments in bfloat16, stochastically rounded: about 0.5 kB a Gaussian
+    """Keep higher SH coefficients in float16 and first moments in bfloat16, stochastically rounded: about 0.5 KiB a Gaussian
     with SH degree 3. Set it where memory bounds the number of Gaussians."""
     strategy: Literal["mcmc", "default"] = "mcmc"
     """How Gaussians multiply: "mcmc" moves dead ones onto live ones and walks at random; "default" clones, splits, prunes

@@ -14,7 +14,8 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.table import Table
 
-from ns_mgpu_splat.data.memory import available_memory, shown_bytes
+from ns_mgpu_splat.data.memory import available_memory
+from ns_mgpu_splat.words import shown_bytes
 
 kShare = 0.85  # of the memory that is free; the rest is the margin
 kPixelBytes = 160  # of a step, a pixel: 366 MB at 1920x1244 with 112 k rows, less 20 %

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from ns_mgpu_splat.words import shown_bytes
+
 _FREE_MARGIN = 1 << 20  # bytes left free: folders and the file system's own books take some
 
 
@@ -37,7 +39,7 @@ def check_room(path: Path, need: int) -> None:
     """Raise OSError if fewer than `need` bytes are free in the folder of `path`."""
     free = shutil.disk_usage(path.parent).free
     if need + _FREE_MARGIN > free:
-        raise OSError(f"{path} needs {need / 1e9:.2f} GB, but {path.parent} has {free / 1e9:.2f} GB free.")
+        raise OSError(f"{path} needs {shown_bytes(need)}, but {path.parent} has {shown_bytes(free)} free.")
 
 
 @contextlib.contextmanager

@@ -148,22 +148,6 @@ def test_available_memory_is_a_containers_where_that_is_less(
     assert memory.available_memory() > 400_000
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (712, "712 B"),
-        (9523, "9.3 KiB"),
-        (999.6 * 1024, "1.0 MiB"),
-        (123 << 20, "123 MiB"),
-        (5 << 29, "2.5 GiB"),
-        (5 << 39, "2.5 TiB"),
-    ],
-)
-def test_bytes_are_shown_for_people(count: float, text: str) -> None:
-    assert memory.shown_bytes(count) == text
-
-
 def test_a_tool_loads_a_run_that_was_trained_with_auto(tmp_path: Path) -> None:
     made = scene.write_nerfstudio(tmp_path / "data", images=3, points=50)
     config = copy.deepcopy(mgpu_splat.config.pipeline)
