@@ -5,7 +5,8 @@
 
 Steps: build; timing, each alone on the first GPU: stages, fast, peer (gsplat in $MGPU_PEER_SITE), caliterra, export (of what
 that trained), memory, bench, whole (tests that take all memory); checks, four at a time a GPU, on the first one after all
-timing: splats, device, partition, managed, opinfo, large, sanitize.
+timing: splats, device, apart (both again, each shard of one GPU counting as a GPU of its own), partition, managed, opinfo,
+large, sanitize.
 `device=0,0,0` is a step on that mesh alone, of one GPU unless it names two. Without steps: all. GPU time is dear: a run
 that takes too long is ended, what does not fit into S seconds is left out and said so, and a run that fails does not stop
 the others.
@@ -29,9 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 STEPS = (
     *("build", "stages", "fast", "peer", "caliterra", "export", "memory", "bench", "whole"),
-    *("splats", "device", "partition", "managed", "opinfo", "large", "sanitize"),
+    *("splats", "device", "apart", "partition", "managed", "opinfo", "large", "sanitize"),
 )
 TOGETHER = 4  # checks at a time on a GPU: many processes on one GPU take turns, and all are slow
+APART = {"MGPU_TEST_APART": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue for each stream
 NEED = {"MGPU_REQUIRE_GPU": "1", "OMP_NUM_THREADS": "2"}  # the host's part of many tests at a time
 METHODS = {"NERFSTUDIO_METHOD_CONFIGS": "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat"}
 
@@ -119,7 +121,29 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
             for m in meshes
         ]
     if kind == "device":
-        return [tests("device", ["tests/device", f"--deselect={database}"], m, 240) for m in meshes]
+        elsewhere = [f"--deselect={database}", "--ignore=tests/device/test_apart.py"]
+        return [tests("device", ["tests/device", *elsewhere], m, 240) for m in meshes]
+    if kind == "apart":
+        rooms = {
+            "splats": ["tests/splats", "--ignore=tests/splats/test_large_gpu.py"],
+            "device": ["tests/device", f"--deselect={database}"],
+        }
+        late = {"MGPU_TEST_LATE_GPU": "8:300"}
+        return [
+            tests("apart", ["tests/device/test_apart.py"], "0", 240),
+            *(
+                tests(
+                    f"apart{', late' if more else ''}: {room}",
+                    arguments,
+                    mesh or "0,0,0",
+                    400,
+                    **APART,
+                    **more,
+                )
+                for more in ({}, late)
+                for room, arguments in rooms.items()
+            ),
+        ]
     if kind == "partition":
         sizes = "200000 320 208 4 8"  # rows, image, shards
         return [tests("partition", ["tests/partition"], mesh or "0,0,0,0", 240, MGPU_PLACEMENT_TEST=sizes)]

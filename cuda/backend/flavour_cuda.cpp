@@ -40,7 +40,7 @@ c10::DeviceIndex lead_index() { return static_cast<c10::DeviceIndex>(lead_gpu); 
 // A capture goes on in a stream of its own, so the stream that everything runs on needs no asking.
 void refuse_capture() {
   const c10::cuda::CUDAStream& usual = streams_of(current_stream_id())[0];
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(lead_index());
+  const c10::cuda::CUDAStream stream = current_on(lead_gpu);
   if (stream == usual) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
@@ -55,7 +55,7 @@ void refuse_capture() {
 // Blocks are used again on the CUDA stream that they were taken on.
 int64_t reuse_tag() {
   refuse_capture();
-  return c10::cuda::getCurrentCUDAStream(lead_index()).id();
+  return current_on(lead_gpu).id();
 }
 void* mark_stream(int64_t stream) {
   StreamEvent* event = make_event(false);
@@ -148,8 +148,9 @@ class Routes {
       pool = std::make_unique<at::cuda::MemPool>(segments_);
     }
     const std::thread::id self = std::this_thread::get_id();
-    c10::cuda::CUDACachingAllocator::beginAllocateToPool(
-        lead_index(), pool->id(), [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+    c10::cuda::CUDACachingAllocator::beginAllocateToPool(lead_index(), pool->id(), [self](cudaStream_t) {
+      return std::this_thread::get_id() == self && !RepeatedGpuScope::inside();
+    });
     return pool.release();
   }
 
@@ -188,7 +189,7 @@ void visit_parked(bool wait) {
 
 bool release_others() {
   for (const int gpu : mesh_gpus()) {
-    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
+    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(physical_gpu(gpu)));
     C10_CUDA_CHECK(cudaDeviceSynchronize());
   }
   visit_parked(true);
@@ -208,7 +209,7 @@ OperatorScope::OperatorScope(On on) {
   refuse_capture();
   former_gpu_ = c10::cuda::ExchangeDevice(lead_index());
   order_before(on == On::kAllShards);
-  if (on == On::kLead) be_late(lead_gpu, c10::cuda::getCurrentCUDAStream(lead_index()).stream());
+  if (on == On::kLead) be_late(lead_gpu, current_on(lead_gpu).stream());
 }
 
 OperatorScope::~OperatorScope() {
@@ -222,21 +223,23 @@ OperatorScope::~OperatorScope() {
 
 std::string start_flavour(const std::string& memory) {
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-  lead_gpu = mesh_gpus().front();
+  lead_gpu = mesh_gpus().front();  // also of repeated ones the first
   for (const int gpu : mesh_gpus()) {
-    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
+    const auto device = static_cast<c10::DeviceIndex>(physical_gpu(gpu));
+    c10::cuda::CUDAGuard guard(device);
     C10_CUDA_CHECK(cudaFree(nullptr));  // makes the context
     // memory that a kernel on one GPU makes is read by kernels on the others
-    for (const int other : mesh_gpus())
-      if (other != gpu)
-        at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(gpu), static_cast<c10::DeviceIndex>(other));
+    for (const int other : mesh_gpus()) {
+      const auto peer = static_cast<c10::DeviceIndex>(physical_gpu(other));
+      if (peer != device) at::cuda::get_p2p_access(device, peer);
+    }
   }
   const std::string chosen = choose_memory(memory);
   set_stream_order({&reuse_tag, &mark_stream, &mark_passed, &release_others});
   set_stream_provider(&shard_stream_provider);
   set_lane_context({&current_stream_id, &adopt_stream_id});
   set_pressure_hook(&release_caches);
-  Routes::instance().set_active(memory_is_managed() || mesh_gpus().size() > 1);
+  Routes::instance().set_active(memory_is_managed() || several_gpus());
   current_stream_id();
   set_shard_threshold(kThreshold);
   return chosen;
@@ -244,8 +247,7 @@ std::string start_flavour(const std::string& memory) {
 
 void copy_bytes(void* to, const void* from, size_t bytes) {
   OperatorScope scope;
-  C10_CUDA_CHECK(
-      cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c10::cuda::getCurrentCUDAStream(lead_index())));
+  C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, current_on(lead_gpu)));
 }
 
 at::Generator make_backing_generator() { return at::make_generator<at::CUDAGeneratorImpl>(lead_index()); }

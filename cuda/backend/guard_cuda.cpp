@@ -20,7 +20,7 @@ struct MgpuGuard final : OneDeviceGuard {
 
   void synchronizeDevice(const c10::DeviceIndex /*device*/) const override {
     for (const int gpu : mesh_gpus()) {
-      c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
+      c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(physical_gpu(gpu)));
       C10_CUDA_CHECK(cudaDeviceSynchronize());
     }
   }

@@ -22,7 +22,8 @@ bool one_part_runs_whole();
 // False: every shard is a part of its own, also on one GPU. For tests of the multi-GPU path.
 void set_parts_merged(bool merged);
 
-// The GPU of the part that this thread works on; -1 outside a part, on the lead shard's GPU, and on the host.
+// torch's index of the GPU of the part that this thread works on; -1 outside a part, on the lead shard's GPU,
+// and on the host.
 inline thread_local int part_gpu = -1;
 // The backing device that a part's kernels run on.
 c10::Device part_device();

@@ -26,7 +26,7 @@ struct Part {
 std::vector<Part> parts_of_mesh(bool merged) {
   std::vector<Part> parts;
   for (int shard = 0; shard < mesh().size(); ++shard) {
-    const int gpu = shard_device(shard);
+    const int gpu = shard_gpu(shard);
     if (merged && !parts.empty() && parts.back().gpu == gpu)
       parts.back().end = shard + 1;
     else
@@ -46,8 +46,8 @@ const std::vector<Part>& parts() {
 // While alive, aliases that this thread makes, and backing kernels that it calls, are of a part's GPU.
 class PartScope {
  public:
-  explicit PartScope(int gpu) : guard_(static_cast<c10::DeviceIndex>(gpu)) {
-    part_gpu = gpu == mesh_gpus().front() ? -1 : gpu;
+  explicit PartScope(int gpu) : guard_(static_cast<c10::DeviceIndex>(physical_gpu(gpu))), own_stream_(gpu) {
+    part_gpu = physical_gpu(gpu) == lead_gpu ? -1 : physical_gpu(gpu);
   }
   ~PartScope() {
     part_gpu = -1;
@@ -56,6 +56,7 @@ class PartScope {
 
  private:
   c10::cuda::CUDAGuard guard_;
+  RepeatedGpuScope own_stream_;
 };
 
 }  // namespace
@@ -80,8 +81,7 @@ void run_on_parts(const std::function<void(int part)>& work) {
   const std::vector<Part>& all = parts();
   for (size_t part = 0; part < all.size(); ++part) {
     PartScope on_gpu(all[part].gpu);
-    be_late(all[part].gpu,
-            c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(all[part].gpu)).stream());
+    be_late(all[part].gpu, current_on(all[part].gpu).stream());
     work(static_cast<int>(part));
   }
 }

@@ -8,6 +8,7 @@
 
 #include "backend/allocator.h"
 #include "backend/fallback.h"
+#include "backend/flavour.h"
 #include "backend/shards.h"
 #include "memory/pool.h"
 
@@ -107,7 +108,12 @@ std::optional<std::vector<int64_t>> ElementwiseCut::result_strides(c10::ArrayRef
   return contiguous_strides(shape_);
 }
 
+void wait_for_parts() {
+  if (gpus_apart) const OperatorScope behind_all_parts;
+}
+
 void bring_to_lead(std::vector<at::Tensor>& values) {
+  wait_for_parts();
   for (at::Tensor& value : values)
     if (value.defined() && value.device() != backing_device()) value = value.to(backing_device());
 }

@@ -61,6 +61,9 @@ class ElementwiseCut {
   int64_t unit_ = 1;              // elements per item, if flat
 };
 
+// Call before what a part made is read outside of the parts. Where tensors go from one device to another,
+// torch makes the one wait for the other by itself, but GPUs that are apart (mesh.h) are one device to it.
+void wait_for_parts();
 // Partial values from the GPUs that made them to the lead's.
 void bring_to_lead(std::vector<at::Tensor>& values);
 

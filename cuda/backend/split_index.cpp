@@ -220,6 +220,7 @@ Outcome masked_scatter(CutCall& call) {
       counts[static_cast<size_t>(part)] =
           at::_ops::count_nonzero::call(row_slice(chosen, range), std::nullopt);
   });
+  wait_for_parts();
   std::vector<int64_t> begin{0};
   for (const at::Tensor& count : counts)
     begin.push_back(begin.back() + (count.defined() ? count.item().toLong() : 0));

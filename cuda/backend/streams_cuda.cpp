@@ -4,9 +4,11 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "memory/provider_cuda.h"
@@ -39,6 +41,16 @@ std::array<std::atomic<StreamSet*>, kStreams>& sets() {
   return *instance;
 }
 
+// torch's streams of a device are as many as an mgpu stream needs, once: a repeated GPU has its own.
+CUDAStream new_stream(int gpu) {
+  const auto device = static_cast<c10::DeviceIndex>(physical_gpu(gpu));
+  if (!is_repeated(gpu)) return c10::cuda::getStreamFromPool(false, device);
+  c10::cuda::CUDAGuard guard(device);
+  cudaStream_t stream = nullptr;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return c10::cuda::getStreamFromExternal(stream, device);
+}
+
 StreamSet& stream_set(c10::StreamId id) {
   TORCH_CHECK(id >= 0 && id < kStreams, "There is no mgpu stream ", id, ".");
   std::atomic<StreamSet*>& slot = sets()[static_cast<size_t>(id)];
@@ -47,16 +59,19 @@ StreamSet& stream_set(c10::StreamId id) {
   std::lock_guard<std::mutex> lock(mutex);
   if (StreamSet* known = slot.load()) return *known;
   auto* fresh = new StreamSet;  // as long as the process
-  for (const int gpu : mesh_gpus())
-    fresh->on_gpu.push_back(c10::cuda::getStreamFromPool(false, static_cast<c10::DeviceIndex>(gpu)));
+  for (const int gpu : mesh_gpus()) fresh->on_gpu.push_back(new_stream(gpu));
   slot.store(fresh, std::memory_order_release);
   return *fresh;
 }
 
 thread_local c10::StreamId current_id = -1;  // -1: this thread has not used mgpu yet
 
+// torch's current stream of a device while that of a repeated GPU has its place.
+thread_local std::optional<CUDAStream> set_aside;
+
 void make_current(const StreamSet& set) {
-  for (const CUDAStream& stream : set.on_gpu) c10::cuda::setCurrentCUDAStream(stream);
+  for (size_t i = 0; i < set.on_gpu.size(); ++i)
+    if (!is_repeated(mesh_gpus()[i])) c10::cuda::setCurrentCUDAStream(set.on_gpu[i]);
 }
 
 // Events of this thread to join by: a wait takes the record that was latest when it was called.
@@ -65,8 +80,6 @@ at::cuda::CUDAEvent& join_event(size_t gpu) {
   if (!events[gpu]) events[gpu] = std::make_unique<at::cuda::CUDAEvent>(cudaEventDisableTiming);
   return *events[gpu];
 }
-
-CUDAStream current_on(int gpu) { return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(gpu)); }
 
 // All to the lead's GPU, and back from there.
 void join() {
@@ -120,8 +133,31 @@ void adopt_stream_id(c10::StreamId id) {
   current_id = id;
 }
 
+CUDAStream current_on(int gpu) {
+  const auto device = static_cast<c10::DeviceIndex>(physical_gpu(gpu));
+  if (is_repeated(gpu)) {
+    const auto at = std::find(mesh_gpus().begin(), mesh_gpus().end(), gpu) - mesh_gpus().begin();
+    return stream_set(current_stream_id()).on_gpu.at(static_cast<size_t>(at));
+  }
+  if (set_aside && set_aside->device_index() == device) return *set_aside;
+  return c10::cuda::getCurrentCUDAStream(device);
+}
+
+RepeatedGpuScope::RepeatedGpuScope(int gpu) {
+  if (!is_repeated(gpu)) return;
+  const CUDAStream own = current_on(gpu);
+  set_aside = c10::cuda::getCurrentCUDAStream(own.device_index());
+  c10::cuda::setCurrentCUDAStream(own);
+}
+RepeatedGpuScope::~RepeatedGpuScope() {
+  if (!set_aside) return;
+  c10::cuda::setCurrentCUDAStream(*set_aside);
+  set_aside.reset();
+}
+bool RepeatedGpuScope::inside() { return set_aside.has_value(); }
+
 void order_before(bool all_gpus) {
-  if (mesh_gpus().size() < 2) return;
+  if (!several_gpus()) return;
   StreamSet& set = stream_set(current_stream_id());
   const std::lock_guard<std::mutex> lock(set.mutex);
   const Ahead ahead = std::exchange(set.ahead, all_gpus ? Ahead::kAny : Ahead::kLead);
@@ -132,11 +168,11 @@ void order_before(bool all_gpus) {
 }
 
 void order_after() {
-  if (mesh_gpus().size() > 1) stream_set(current_stream_id()).note(Ahead::kAny);
+  if (several_gpus()) stream_set(current_stream_id()).note(Ahead::kAny);
 }
 
 void order_all() {
-  if (mesh_gpus().size() < 2) return;
+  if (!several_gpus()) return;
   StreamSet& set = stream_set(current_stream_id());
   const std::lock_guard<std::mutex> lock(set.mutex);
   set.ahead = Ahead::kNobody;
@@ -146,7 +182,7 @@ void order_all() {
 
 cudaStream_t shard_stream_provider(int gpu) {
   StreamSet& set = stream_set(current_stream_id());
-  if (mesh_gpus().size() > 1) {
+  if (several_gpus()) {
     // what operators have started is waited for once; stages order themselves (mesh/fork_join.h)
     const std::lock_guard<std::mutex> lock(set.mutex);
     if (std::exchange(set.ahead, Ahead::kNobody) != Ahead::kNobody) join();

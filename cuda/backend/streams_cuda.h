@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "mesh/mesh.h"
+
 namespace mgpu {
 
 // ---- streams
@@ -26,6 +28,23 @@ c10::StreamId current_stream_id();
 c10::StreamId exchange_stream_id(c10::StreamId id);
 // The same for a thread that works for another one, and has given CUDA nothing of its own (mesh/lanes.h).
 void adopt_stream_id(c10::StreamId id);
+
+// ---- on one GPU
+
+// The calling thread's stream on a GPU of the mesh: torch's current one.
+c10::cuda::CUDAStream current_on(int gpu);
+
+// torch has one current stream a thread and device. While alive, it is that of this GPU, should the mesh
+// count the device as several (gpus_apart); else nothing is changed. Does not nest.
+class RepeatedGpuScope {
+ public:
+  explicit RepeatedGpuScope(int gpu);
+  ~RepeatedGpuScope();
+  RepeatedGpuScope(const RepeatedGpuScope&) = delete;
+  RepeatedGpuScope& operator=(const RepeatedGpuScope&) = delete;
+
+  static bool inside();  // on another GPU than torch thinks
+};
 
 // ---- joins, all by events: the host never waits. Free on a mesh with one GPU.
 

@@ -44,8 +44,7 @@ class Heap {
  public:
   Heap(int gpu, cudaStream_t stream) : gpu_(gpu), stream_(stream), range_(vmm::reserve(kRange)) {
     if (!range_)
-      throw OutOfMemory("mgpu could not reserve addresses for temporaries on cuda:" + std::to_string(gpu) +
-                        ".");
+      throw OutOfMemory("mgpu could not reserve addresses for temporaries on " + gpu_name(gpu) + ".");
     holes_.push_back({range_, kRange});
   }
 
@@ -92,8 +91,8 @@ class Heap {
       }
       return;
     }
-    throw OutOfMemory("mgpu could not get " + std::to_string(bytes >> 20) +
-                      " MiB of temporaries on cuda:" + std::to_string(gpu_) + ".");
+    throw OutOfMemory("mgpu could not get " + std::to_string(bytes >> 20) + " MiB of temporaries on " +
+                      gpu_name(gpu_) + ".");
   }
 
   // Give handles of which nothing is in use back to the driver. Nobody may be using them any more: the stream
@@ -243,7 +242,7 @@ void order(Temporaries& all, int gpu, cudaStream_t first, cudaStream_t then) {
 void* allocate_temporary(int64_t bytes, int owner) {
   if (bytes <= 0) return nullptr;
   Temporaries& all = temporaries();
-  const int shard = shard_of_owner(owner), gpu = shard_device(shard);
+  const int shard = shard_of_owner(owner), gpu = shard_gpu(shard);
   bytes = round_up(bytes, kAlignment);
   const auto take = [&] {  // the driver's own block is there for other GPUs when the stream has come past
     return all.uncached ? take_single(all, bytes, gpu, shard_stream(shard))
@@ -272,7 +271,7 @@ void free_temporary(void* data, int64_t bytes, int owner) noexcept {
   bytes = round_up(bytes, kAlignment);
   tally(shard, -bytes);
   try {
-    const int gpu = shard_device(shard);
+    const int gpu = shard_gpu(shard);
     const cudaStream_t stream = quiet_stream(shard);
     std::lock_guard<std::mutex> lock(all.mutex);
     for (const std::unique_ptr<Heap>& heap : all.heaps) {
@@ -292,9 +291,9 @@ void free_temporary(void* data, int64_t bytes, int owner) noexcept {
 }
 
 int64_t temporaries_reserved(int shard) {
-  const int gpu = shard_device(shard);
+  const int gpu = shard_gpu(shard);
   for (int before = 0; before < shard; ++before)
-    if (shard_device(before) == gpu) return 0;
+    if (shard_gpu(before) == gpu) return 0;
   Temporaries& all = temporaries();
   std::lock_guard<std::mutex> lock(all.mutex);
   int64_t bytes = 0;

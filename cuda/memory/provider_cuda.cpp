@@ -25,9 +25,9 @@ Choice& choice() {
   return *instance;
 }
 
-bool has_attribute(cudaDeviceAttr attribute, int device) {
+bool has_attribute(cudaDeviceAttr attribute, int gpu) {
   int value = 0;
-  CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, physical_gpu(gpu)));
   return value != 0;
 }
 
@@ -38,9 +38,9 @@ std::string obstacle_to_vmm() {
   for (const int a : mesh_gpus())
     for (const int b : mesh_gpus()) {
       int reachable = 1;
-      if (a != b) CUDA_CHECK(cudaDeviceCanAccessPeer(&reachable, a, b));
-      if (!reachable)
-        return "cuda:" + std::to_string(a) + " cannot reach the memory of cuda:" + std::to_string(b);
+      const int from = physical_gpu(a), to = physical_gpu(b);
+      if (from != to) CUDA_CHECK(cudaDeviceCanAccessPeer(&reachable, from, to));
+      if (!reachable) return gpu_name(a) + " cannot reach the memory of " + gpu_name(b);
     }
   return "";
 }
@@ -49,7 +49,7 @@ std::string obstacle_to_vmm() {
 std::string obstacle_to_managed() {
   for (const int gpu : mesh_gpus())
     if (!has_attribute(cudaDevAttrConcurrentManagedAccess, gpu))
-      return "cuda:" + std::to_string(gpu) + " does not page managed memory in on demand";
+      return gpu_name(gpu) + " does not page managed memory in on demand";
   return "";
 }
 
@@ -89,6 +89,7 @@ PageProvider& provider() {
 std::string free_memory_table() {
   std::string text;
   for (const int gpu : mesh_gpus()) {
+    if (is_repeated(gpu)) continue;
     DeviceGuard guard(gpu);
     size_t free = 0, total = 0;
     char line[96];
@@ -96,8 +97,9 @@ std::string free_memory_table() {
       cudaGetLastError();
       continue;
     }
-    snprintf(line, sizeof line, "%scuda:%d has %.2f of %.1f GiB free", text.empty() ? "" : ", ", gpu,
-             static_cast<double>(free) / (1 << 30), static_cast<double>(total) / (1 << 30));
+    snprintf(line, sizeof line, "%s%s has %.2f of %.1f GiB free", text.empty() ? "" : ", ",
+             gpu_name(gpu).c_str(), static_cast<double>(free) / (1 << 30),
+             static_cast<double>(total) / (1 << 30));
     text += line;
   }
   return text;

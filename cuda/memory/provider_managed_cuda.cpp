@@ -31,7 +31,7 @@ size_t bytes_of(int64_t pages) { return static_cast<size_t>(pages * kPageBytes);
 cudaMemLocation location_of(int gpu) {
   cudaMemLocation location{};
   location.type = gpu >= 0 ? cudaMemLocationTypeDevice : cudaMemLocationTypeHost;
-  location.id = gpu >= 0 ? gpu : 0;
+  location.id = gpu >= 0 ? physical_gpu(gpu) : 0;
   return location;
 }
 
@@ -39,7 +39,8 @@ class ManagedProvider final : public PageProvider {
  public:
   void* reserve(int64_t pages) override {
     size_t total = 0;
-    for (const int gpu : mesh_gpus()) total += memory_of(gpu).second;
+    for (const int gpu : mesh_gpus())
+      if (!is_repeated(gpu)) total += memory_of(gpu).second;
     if (bytes_of(pages) > total)
       throw OutOfMemory("mgpu could not reserve " + std::to_string(pages * 2) +
                         " MiB of managed memory: the GPUs have " + std::to_string(total >> 20) +
@@ -65,7 +66,7 @@ class ManagedProvider final : public PageProvider {
   }
 
   void map(void* at, int64_t pages, int place) override {
-    const Run run{static_cast<char*>(at), pages, gpu_of_place(place)};
+    const Run run{static_cast<char*>(at), pages, physical_gpu(gpu_of_place(place))};
     if (run.gpu >= 0 && room_on(run.gpu) < bytes_of(pages)) refuse(run);
     send({run});
     note(at, place, pages);
@@ -114,7 +115,7 @@ class ManagedProvider final : public PageProvider {
       while (end < to.size() && places[end] == places[i] && to[end] == to[i]) ++end;
       if (!same(places[i], to[i])) {
         const Run run{static_cast<char*>(at) + static_cast<int64_t>(i) * kPageBytes,
-                      static_cast<int64_t>(end - i), gpu_of_place(to[i])};
+                      static_cast<int64_t>(end - i), physical_gpu(gpu_of_place(to[i]))};
         if (!finds_room(run)) {
           flush(i);
           if (!finds_room(run)) refuse(run);
@@ -159,7 +160,7 @@ class ManagedProvider final : public PageProvider {
   struct Run {
     char* at;
     int64_t pages;
-    int gpu;  // -1: the host
+    int gpu;  // CUDA's ordinal; -1: the host
   };
 
   // What may still be put on a GPU.
@@ -169,9 +170,9 @@ class ManagedProvider final : public PageProvider {
   }
 
   [[noreturn]] static void refuse(const Run& run) {
-    throw OutOfMemory("mgpu could not get " + std::to_string(run.pages * 2) +
-                      " MiB of managed memory on cuda:" + std::to_string(run.gpu) + " and leave " +
-                      std::to_string(kSpareBytes >> 20) + " MiB to others.");
+    throw OutOfMemory("mgpu could not get " + std::to_string(run.pages * 2) + " MiB of managed memory on " +
+                      gpu_name(run.gpu) + " and leave " + std::to_string(kSpareBytes >> 20) +
+                      " MiB to others.");
   }
 
   // All in one batch; waits, so that whoever asks next sees what is free.

@@ -50,8 +50,8 @@ void refuse_hopeless(int64_t pages, int gpu) {
   size_t free = 0, total = 0;
   CUDA_CHECK(cudaMemGetInfo(&free, &total));
   if (bytes_of(pages) > static_cast<int64_t>(free))
-    throw OutOfMemory("mgpu could not get " + std::to_string(bytes_of(pages) >> 20) +
-                      " MiB on cuda:" + std::to_string(gpu) + ".");
+    throw OutOfMemory("mgpu could not get " + std::to_string(bytes_of(pages) >> 20) + " MiB on " +
+                      gpu_name(gpu) + ".");
 }
 
 class VmmProvider final : public PageProvider {
@@ -346,7 +346,7 @@ class VmmProvider final : public PageProvider {
     try {
       call();
     } catch (const std::bad_alloc&) {
-      throw OutOfMemory("mgpu could not move pages: cuda:" + std::to_string(gpu) +
+      throw OutOfMemory("mgpu could not move pages: " + gpu_name(gpu) +
                         " has no memory left for the copy itself.");
     }
   }

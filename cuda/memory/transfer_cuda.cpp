@@ -21,8 +21,6 @@ namespace mgpu {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
-
 int shard_of_owner(int owner) { return owner == kExchange ? 0 : owner; }
 
 // Pinned memory through which host data reach a GPU without the driver stopping the stream. A ring of
@@ -65,9 +63,9 @@ class UploadRing {
   std::array<cudaEvent_t, kSegments> done_{};
 };
 
-UploadRing& upload_ring(int device) {
-  static std::array<UploadRing, kMaxDevices>* rings = new std::array<UploadRing, kMaxDevices>;
-  return rings->at(static_cast<size_t>(device));
+UploadRing& upload_ring(int gpu) {
+  static std::array<UploadRing, kMaxGpus>* rings = new std::array<UploadRing, kMaxGpus>;
+  return rings->at(static_cast<size_t>(gpu));
 }
 
 // Pinned landing area of this thread's read-backs; grows.
@@ -120,7 +118,7 @@ void upload_bytes(void* device, const void* host, int64_t bytes, int shard) {
   DeviceGuard guard(shard_device(on));
   const cudaStream_t stream = shard_stream(on);
   if (bytes <= UploadRing::kSegmentBytes) {
-    upload_ring(shard_device(on)).copy(device, host, bytes, stream);
+    upload_ring(shard_gpu(on)).copy(device, host, bytes, stream);
     return;
   }
   CUDA_CHECK(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream));
@@ -177,7 +175,7 @@ void ReadBack::wait() {
     uint64_t waited = 0;  // GPUs, as bits
     for (; waiting; waiting &= waiting - 1) {
       const int shard = std::countr_zero(waiting);
-      const uint64_t bit = uint64_t{1} << shard_device(shard);
+      const uint64_t bit = uint64_t{1} << shard_gpu(shard);
       if (!(waited & bit)) synchronise_shard(shard);
       waited |= bit;
     }

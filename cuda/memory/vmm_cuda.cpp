@@ -17,7 +17,6 @@ namespace mgpu::vmm {
 namespace {
 
 constexpr int kDriverVersion = 12000;  // whose interface of the functions below is asked for
-constexpr int kMaxGpus = 64;
 
 struct Driver {
   decltype(&::cuMemAddressReserve) address_reserve;
@@ -81,11 +80,11 @@ CUmemLocation location_of(int gpu) {
   CUmemLocation location{};
   if (gpu >= 0) {
     location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    location.id = gpu;
+    location.id = physical_gpu(gpu);
   } else {
     static const int node = [] {
       int found = 0;
-      CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrHostNumaId, mesh().gpus().front()));
+      CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrHostNumaId, physical_gpu(mesh().gpus().front())));
       return std::max(found, 0);
     }();
     location.type = CU_MEM_LOCATION_TYPE_HOST_NUMA;
@@ -100,9 +99,9 @@ bool supported(std::string* obstacle) {
   for (const int gpu : mesh().gpus()) {
     int yes = 0;
     const CUresult code =
-        driver().attribute(&yes, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, gpu);
+        driver().attribute(&yes, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, physical_gpu(gpu));
     if (code == CUDA_SUCCESS && yes) continue;
-    if (obstacle) *obstacle = "cuda:" + std::to_string(gpu) + " has no virtual memory management";
+    if (obstacle) *obstacle = gpu_name(gpu) + " has no virtual memory management";
     return false;
   }
   return true;
@@ -124,7 +123,7 @@ Physical::Physical(int64_t bytes, int gpu) : gpu_(gpu) {
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.location = location_of(gpu);
   check(driver().create(&handle_, static_cast<size_t>(bytes), &properties, 0),
-        "get " + mebibytes(bytes) + " on " + (gpu < 0 ? "the host" : "cuda:" + std::to_string(gpu)));
+        "get " + mebibytes(bytes) + " on " + (gpu < 0 ? "the host" : gpu_name(gpu)));
   bytes_ = bytes;
   held_on(gpu).fetch_add(bytes, std::memory_order_relaxed);
 }
@@ -142,12 +141,15 @@ void map(void* at, const Physical& memory) {
 
 void open(void* at, int64_t bytes, const std::vector<int>& gpus) {
   std::array<CUmemAccessDesc, kMaxGpus> access{};
-  for (size_t i = 0; i < gpus.size(); ++i) {
-    access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    access[i].location.id = gpus[i];
-    access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  size_t count = 0;
+  for (const int gpu : gpus) {
+    if (is_repeated(gpu)) continue;  // each once
+    access[count].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access[count].location.id = gpu;
+    access[count].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    ++count;
   }
-  check(driver().set_access(address(at), static_cast<size_t>(bytes), access.data(), gpus.size()),
+  check(driver().set_access(address(at), static_cast<size_t>(bytes), access.data(), count),
         "open " + mebibytes(bytes) + " to the GPUs");
 }
 
@@ -157,7 +159,8 @@ std::vector<int> reachable_from(int gpu) {
   std::vector<int> out;
   for (const int peer : mesh().gpus()) {
     int reachable = 1;
-    if (peer != gpu) CUDA_CHECK(cudaDeviceCanAccessPeer(&reachable, peer, gpu));
+    const int from = physical_gpu(peer), to = physical_gpu(gpu);
+    if (from != to) CUDA_CHECK(cudaDeviceCanAccessPeer(&reachable, from, to));
     if (reachable) out.push_back(peer);
   }
   return out;

@@ -26,14 +26,13 @@ namespace mgpu {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
 std::atomic<StreamProvider> stream_provider{nullptr};
 std::atomic<int> late_gpu{-1};
 std::atomic<intptr_t> late_by{0};  // microseconds
 
 cudaStream_t default_stream(int device) {
   static std::mutex mutex;
-  static std::array<cudaStream_t, kMaxDevices> streams{};  // live until the process ends
+  static std::array<cudaStream_t, kMaxGpus> streams{};  // live until the process ends
   std::lock_guard<std::mutex> lock(mutex);
   cudaStream_t& stream = streams.at(static_cast<size_t>(device));
   if (!stream) {
@@ -50,7 +49,7 @@ cudaStream_t device_stream(int device) {
 
 // An event to join by, one per thread and device: a wait takes the record that was latest when it was called.
 cudaEvent_t join_event(int device) {
-  thread_local std::array<cudaEvent_t, kMaxDevices> events{};
+  thread_local std::array<cudaEvent_t, kMaxGpus> events{};
   cudaEvent_t& event = events.at(static_cast<size_t>(device));
   if (!event) {
     DeviceGuard guard(device);
@@ -99,14 +98,12 @@ AheadHere ahead_here() {
   throw std::logic_error("more than " + std::to_string(kSets) + " sets of CUDA streams are in use");
 }
 
-bool several_gpus() { return mesh().gpus().size() > 1; }
-
 // Runs the work of one shard; an error says whose it was.
 void run_shard(const char* stage, const std::function<void(const Shard&)>& work, const Shard& shard) {
-  const int device = shard_device(shard.index);
-  DeviceGuard guard(device);
+  const int gpu = shard_gpu(shard.index);
+  DeviceGuard guard(gpu);
   try {
-    be_late(device, device_stream(device));
+    be_late(gpu, device_stream(gpu));
     work(shard);
   } catch (const std::bad_alloc&) {
     throw;
@@ -118,7 +115,7 @@ void run_shard(const char* stage, const std::function<void(const Shard&)>& work,
 
 }  // namespace
 
-int shard_device(int shard) {
+int shard_gpu(int shard) {
   const Shard& known = mesh()[shard];
   if (known.gpu >= 0) return known.gpu;
   throw std::invalid_argument(
@@ -126,12 +123,14 @@ int shard_device(int shard) {
       "\", and the CUDA flavour has GPUs only. Set MGPU_DEVICES to GPU numbers, such as 0,1.");
 }
 
-cudaStream_t quiet_stream(int shard) { return device_stream(shard_device(shard)); }
+int shard_device(int shard) { return physical_gpu(shard_gpu(shard)); }
+
+cudaStream_t quiet_stream(int shard) { return device_stream(shard_gpu(shard)); }
 
 cudaStream_t shard_stream(int shard) {
-  const int device = shard_device(shard);
-  if (several_gpus()) ahead_here().mark(device);
-  return device_stream(device);
+  const int gpu = shard_gpu(shard);
+  if (several_gpus()) ahead_here().mark(gpu);
+  return device_stream(gpu);
 }
 
 void set_stream_provider(StreamProvider provider) { stream_provider.store(provider); }
@@ -190,16 +189,16 @@ void join_shards() {
 }
 
 void synchronise_shard(int shard) {
-  const int device = shard_device(shard);
+  const int gpu = shard_gpu(shard);
   {
-    DeviceGuard guard(device);
-    CUDA_CHECK(cudaStreamSynchronize(device_stream(device)));
+    DeviceGuard guard(gpu);
+    CUDA_CHECK(cudaStreamSynchronize(device_stream(gpu)));
   }
   host_has_waited_for(shard);
 }
 
 void host_has_waited_for(int shard) {
-  if (several_gpus()) ahead_here().clear(shard_device(shard));
+  if (several_gpus()) ahead_here().clear(shard_gpu(shard));
 }
 
 void set_late_gpu(int gpu, int microseconds) {
@@ -217,13 +216,14 @@ void be_late(int gpu, cudaStream_t stream) {
 void synchronise_shards() {
   uint64_t done = 0;
   for (const Shard& shard : mesh().shards()) {
-    const uint64_t bit = uint64_t{1} << shard_device(shard.index);
+    const uint64_t bit = uint64_t{1} << shard_gpu(shard.index);
     if (!(done & bit)) synchronise_shard(shard.index);
     done |= bit;
   }
 }
 
-DeviceGuard::DeviceGuard(int device) {
+DeviceGuard::DeviceGuard(int gpu) {
+  const int device = physical_gpu(gpu);
   check_cuda(cudaGetDevice(&former_), "cudaGetDevice");
   if (device == former_) return;
   check_cuda(cudaSetDevice(device), "cudaSetDevice");

@@ -47,8 +47,6 @@ Queue& turns() {
 thread_local int depth = 0;
 thread_local bool in_turn = false;  // how this thread's outermost scope was entered
 
-bool several_gpus() { return mesh().gpus().size() > 1; }
-
 }  // namespace
 
 LaunchScope::LaunchScope() {

@@ -50,7 +50,7 @@ void look_again() {
 }
 
 int first_gpu_of(int lane) {
-  if (wanted_threads() == Threads::kOfShards) return shard_device(lane);
+  if (wanted_threads() == Threads::kOfShards) return shard_gpu(lane);
   return mesh().gpus()[static_cast<size_t>(lane)];
 }
 
@@ -95,8 +95,8 @@ class Lanes {
   }
 
   void serve(int lane) {
-    const TurnOfAnother turn;           // whoever runs us holds it
-    cudaSetDevice(first_gpu_of(lane));  // an error comes again from the first call of the work
+    const TurnOfAnother turn;                         // whoever runs us holds it
+    cudaSetDevice(physical_gpu(first_gpu_of(lane)));  // an error comes again from the first call of the work
     for (uint32_t known = 0;;) {
       for (int looks = 0; looks < looks_at_most() && round_.load(std::memory_order_acquire) == known; ++looks)
         look_again();
@@ -136,7 +136,7 @@ int lane_of_shard(int shard) {
   if (lane_count() == 1) return 0;
   if (wanted_threads() == Threads::kOfShards) return shard;
   const std::vector<int>& gpus = mesh().gpus();
-  return static_cast<int>(std::find(gpus.begin(), gpus.end(), shard_device(shard)) - gpus.begin());
+  return static_cast<int>(std::find(gpus.begin(), gpus.end(), shard_gpu(shard)) - gpus.begin());
 }
 
 void run_lanes(const std::function<void(int lane)>& work) {

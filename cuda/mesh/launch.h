@@ -15,7 +15,10 @@ namespace mgpu {
 
 // ---- a shard's GPU and stream
 
-// Ordinal of the GPU that the shard lies on: the number in its name ("cuda:2"). Throws std::invalid_argument.
+// The GPU that the shard lies on, by its number in the mesh: for whatever is kept by GPU, and for the order
+// between GPUs. Throws std::invalid_argument if it lies on none.
+int shard_gpu(int shard);
+// The same as CUDA's ordinal: the number in its name ("cuda:2"). They differ where GPUs are apart (mesh.h).
 int shard_device(int shard);
 
 // The stream that work of the shard goes to. Shards on one GPU share it, so they need no joining. By default
@@ -26,7 +29,7 @@ int shard_device(int shard);
 cudaStream_t shard_stream(int shard);
 // The same, for whoever gives it no work that another GPU could see.
 cudaStream_t quiet_stream(int shard);
-using StreamProvider = cudaStream_t (*)(int device);
+using StreamProvider = cudaStream_t (*)(int gpu);
 void set_stream_provider(StreamProvider provider);
 
 // Every GPU's stream waits for what the others have been given so far. By events: the host does not wait.
@@ -57,7 +60,7 @@ void host_has_waited_for(int shard);
 // Makes a GPU current, and the former one again at the end.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device);
+  explicit DeviceGuard(int gpu);
   ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

@@ -9,12 +9,13 @@
 namespace mgpu {
 
 constexpr int kMaxShards = 64;
+constexpr int kMaxGpus = 64;  // their numbers are below: sets of them are bits of a word
 
 // One member of the aggregate device.
 struct Shard {
   int index;         // position in the mesh, 0 is the lead shard
   std::string name;  // "cpu:2"
-  int gpu = -1;      // ordinal of the GPU that it lies on ("cuda:1"), -1 for any other name
+  int gpu = -1;      // the GPU that it lies on: its ordinal ("cuda:1"), unless GPUs are apart; -1: none
 };
 
 // Half-open range of rows (or bytes, tiles, ...).
@@ -34,7 +35,7 @@ class Mesh {
   const std::vector<int>& gpus() const { return gpus_; }
 
  private:
-  friend void set_mesh(const std::vector<std::string>& names);
+  friend void set_mesh(const std::vector<std::string>& names, bool apart);
   std::vector<Shard> shards_;
   std::vector<int> gpus_;
 };
@@ -42,9 +43,32 @@ class Mesh {
 // The mesh of this process. One shard, "cpu:0", until set_mesh is called.
 const Mesh& mesh();
 
-// Called once, by ns_mgpu_splat.init(), before any tensor exists. Throws std::invalid_argument on an empty
-// list.
-void set_mesh(const std::vector<std::string>& names);
+// Called once, by ns_mgpu_splat.init(), before any tensor exists; `apart` as below. Throws
+// std::invalid_argument on an empty list, and on GPUs that cannot be apart.
+void set_mesh(const std::vector<std::string>& names, bool apart = false);
+
+// Several GPUs have to be made to wait for each other.
+inline bool several_gpus() { return mesh().gpus().size() > 1; }
+
+// ---- GPUs apart (MGPU_TEST_APART), for tests of the order between GPUs on one
+//
+// Shards of one GPU share its stream, so nothing there can be out of order. Apart, each counts as a GPU of
+// its own, with a stream, a heap and joins of its own: the k-th shard on GPU g, from 0 on, has the number
+// g + 8 k. Numbers of GPUs are these everywhere; who asks CUDA or torch about one asks about
+// physical_gpu(number). On all other meshes that is the number itself.
+
+constexpr int kApartStep = 8;
+inline bool gpus_apart = false;  // set_mesh() sets it
+
+// CUDA's ordinal of a GPU; -1 stays -1.
+inline int physical_gpu(int gpu) { return gpus_apart ? gpu % kApartStep : gpu; }
+// True if CUDA knows this GPU by an earlier number of the mesh.
+inline bool is_repeated(int gpu) { return physical_gpu(gpu) != gpu; }
+// "cuda:1", for messages.
+inline std::string gpu_name(int gpu) { return "cuda:" + std::to_string(physical_gpu(gpu)); }
+
+// Shard::gpu of shards with these names.
+std::vector<int> gpus_of(const std::vector<std::string>& names, bool apart);
 
 // Part `shard` of `count` items cut into `shards` equal contiguous chunks; the last ones may be short or
 // empty.

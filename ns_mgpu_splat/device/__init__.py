@@ -90,14 +90,18 @@ def init(devices: str | None = None) -> torch.device:
         native_module = native()
         wanted_threshold = config.shard_threshold()
         checked = config.locality_checked()
+        on_gpus = mesh.flavour == "cuda"
+        apart, late = config.gpus_apart() and on_gpus, config.late_gpu()
 
-        native_module.set_mesh(list(mesh.shards))
+        native_module.set_mesh(list(mesh.shards), apart)
         chosen = native_module.start(memory)
         if chosen:
             _log.info("mgpu (%s): %s", ", ".join(mesh.shards), chosen)
         if wanted_threshold:
             native_module.set_shard_threshold(wanted_threshold)
         native_module.set_locality_checked(checked)
+        if late is not None and on_gpus:
+            native_module.set_late_gpu(*late)
         native_module.mark_stage_threads()
         # at least two, so that a mesh of several shards really forks; a mesh of one keeps torch's own threads
         native_module.set_num_threads(max(torch.get_num_threads(), min(2, len(mesh.shards))))
@@ -113,6 +117,8 @@ def init(devices: str | None = None) -> torch.device:
         files.register()
         atexit.register(_wait_for_autograd, os.getpid())
         _mesh = mesh
+        if apart:
+            _log.info("MGPU_TEST_APART=1: each shard counts as a GPU of its own, for tests")
         if checked:
             _log.info("MGPU_CHECK_LOCALITY=1: shards run in turn, each with the others' pages protected")
         device = torch.device("mgpu", 0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment says about the device: MGPU_DEVICES, MGPU_MEMORY, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY."""
+"""What the environment says about the device: MGPU_DEVICES, MGPU_MEMORY, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY, and two
+variables for tests, MGPU_TEST_APART and MGPU_TEST_LATE_GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +84,31 @@ def memory_kind() -> str:
 
 def locality_checked() -> bool:
     """Whether local stages are held to their own pages (MGPU_CHECK_LOCALITY=1)."""
-    text = os.environ.get("MGPU_CHECK_LOCALITY", "").strip()
+    return _is_on("MGPU_CHECK_LOCALITY")
+
+
+def gpus_apart() -> bool:
+    """Whether each shard counts as a GPU of its own (MGPU_TEST_APART=1): for tests; the host ignores it."""
+    return _is_on("MGPU_TEST_APART")
+
+
+def late_gpu() -> tuple[int, int] | None:
+    """Which GPU is to be late with all that it is given, by its number, and by how many microseconds
+    (MGPU_TEST_LATE_GPU=1:300): for tests; the host ignores it, and so does a mesh without that GPU.
+
+    Raises: ValueError if the variable says something else.
+    """
+    text = os.environ.get("MGPU_TEST_LATE_GPU", "").strip()
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found:
+        raise ValueError(f"MGPU_TEST_LATE_GPU is {text!r}, expected GPU:MICROSECONDS, as 1:300.")
+    return int(found.group(1)), int(found.group(2))
+
+
+def _is_on(variable: str) -> bool:
+    text = os.environ.get(variable, "").strip()
     if text not in ("", "0", "1"):
-        raise ValueError(f"MGPU_CHECK_LOCALITY is {text!r}, expected 0 or 1.")
+        raise ValueError(f"{variable} is {text!r}, expected 0 or 1.")
     return text == "1"

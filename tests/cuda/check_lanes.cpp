@@ -19,7 +19,7 @@
 
 namespace mgpu {
 
-int shard_device(int) { return 0; }  // of launch.h
+int shard_gpu(int) { return 0; }  // of launch.h
 
 namespace {
 

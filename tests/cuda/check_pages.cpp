@@ -36,10 +36,12 @@ using mgpu::kPageBytes;
 std::mutex mutex;
 std::map<char*, std::pair<int64_t, int>> mapped;  // bytes and GPU, by address
 std::map<mgpu::vmm::Handle, int> gpu_of_handle;
-std::atomic<int64_t> held[3];              // by GPU; the last is the host
-std::atomic<int> calls_until_refusal{-1};  // -1: none is refused
-std::atomic<bool> all_after{false};        // are refused too
+std::atomic<int64_t> held[mgpu::kMaxGpus + 1];  // by GPU; the last is the host
+std::atomic<int> calls_until_refusal{-1};       // -1: none is refused
+std::atomic<bool> all_after{false};             // are refused too
 cudaStream_t current_stream = nullptr;
+
+int index_of(int gpu) { return gpu < 0 ? mgpu::kMaxGpus : gpu; }
 
 [[noreturn]] void fail(const std::string& what) {
   std::printf("FAIL %s\n", what.c_str());
@@ -58,7 +60,7 @@ namespace mgpu::vmm {
 
 bool supported(std::string*) { return true; }
 std::vector<int> reachable_from(int) { return mesh().gpus(); }
-int64_t held_bytes(int gpu) { return held[gpu < 0 ? 2 : gpu]; }
+int64_t held_bytes(int gpu) { return held[index_of(gpu)]; }
 
 char* reserve(int64_t bytes) {
   char* raw = fixed(nullptr, bytes + kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
@@ -75,14 +77,14 @@ Physical::Physical(int64_t bytes, int gpu) : gpu_(gpu) {
   if (file < 0 || ftruncate(file, bytes) != 0) fail("memfd");
   handle_ = static_cast<Handle>(file);
   bytes_ = bytes;
-  held[gpu < 0 ? 2 : gpu] += bytes;
+  held[index_of(gpu)] += bytes;
   std::lock_guard<std::mutex> lock(mutex);
   gpu_of_handle[handle_] = gpu;
 }
 Physical::~Physical() {
   if (bytes_ == 0) return;
   close(static_cast<int>(handle_));
-  held[gpu_ < 0 ? 2 : gpu_] -= bytes_;
+  held[index_of(gpu_)] -= bytes_;
 }
 
 void map(void* at, const Physical& memory) {
@@ -114,7 +116,7 @@ DeviceGuard::~DeviceGuard() {}
 void check_cuda(cudaError_t code, const char* what) {
   if (code != cudaSuccess) fail(what);
 }
-int shard_device(int shard) { return mesh()[shard].gpu; }
+int shard_gpu(int shard) { return mesh()[shard].gpu; }
 cudaStream_t shard_stream(int) { return current_stream; }
 cudaStream_t quiet_stream(int) { return current_stream; }
 PageProvider& provider() {
@@ -193,13 +195,21 @@ struct Marked {
   }
 };
 
+int64_t held_on_gpus() {
+  int64_t bytes = 0;
+  for (const int gpu : mgpu::mesh().gpus()) bytes += held[gpu];
+  return bytes;
+}
+
 // Nothing is held on GPUs beyond what is mapped; on the host, spare handles are.
 void check_held() {
   std::lock_guard<std::mutex> lock(mutex);
-  int64_t bytes[3] = {0, 0, 0};
-  for (const auto& [at, what] : mapped) bytes[what.second < 0 ? 2 : what.second] += what.first;
-  if (held[0] != bytes[0] || held[1] != bytes[1]) fail("memory of a GPU is held and not mapped");
-  if (held[2] < bytes[2] || held[2] > bytes[2] + (int64_t{1} << 30) + (int64_t{128} << 20))
+  int64_t bytes[mgpu::kMaxGpus + 1] = {};
+  for (const auto& [at, what] : mapped) bytes[index_of(what.second)] += what.first;
+  for (const int gpu : mgpu::mesh().gpus())
+    if (held[gpu] != bytes[gpu]) fail("memory of a GPU is held and not mapped");
+  const int64_t on_host = held[index_of(-1)], mapped_there = bytes[index_of(-1)];
+  if (on_host < mapped_there || on_host > mapped_there + (int64_t{1} << 30) + (int64_t{128} << 20))
     fail("more is kept on the host than its bound");
 }
 
@@ -254,7 +264,7 @@ void check_pages(std::mt19937& random, int steps) {
   all.clear();
   mgpu::provider().trim();
   if (!mapped.empty()) fail("something is still mapped");
-  if (held[0] != 0 || held[1] != 0 || held[2] != 0) fail("something is still held");
+  if (held_on_gpus() != 0 || held[index_of(-1)] != 0) fail("something is still held");
   std::printf("pages: %lld moves, %lld of all steps were refused memory\n", static_cast<long long>(moved),
               static_cast<long long>(refused));
 }
@@ -303,11 +313,11 @@ void check_temporaries(std::mt19937& random, int steps) {
       if (mgpu::tally_of(shard).allocated != in_use[shard]) fail("a shard's bytes are not counted right");
     check_held();
     most = std::max(most, in_use[0] + in_use[1] + in_use[2]);
-    reserved = std::max<int64_t>(reserved, held[0] + held[1]);
+    reserved = std::max(reserved, held_on_gpus());
   }
   while (!alive.empty()) put_back(alive.size() - 1);
   mgpu::trim_temporaries();
-  if (held[0] + held[1] != 0) fail("temporaries are still held");
+  if (held_on_gpus() != 0) fail("temporaries are still held");
   std::printf("temporaries: %lld refused, %.2f GB in use at most, %.2f GB held\n",
               static_cast<long long>(refused), static_cast<double>(most) / 1e9,
               static_cast<double>(reserved) / 1e9);
@@ -322,8 +332,11 @@ int main(int count, char** arguments) {
   getrlimit(RLIMIT_NOFILE, &files);
   files.rlim_cur = files.rlim_max;
   setrlimit(RLIMIT_NOFILE, &files);
-  mgpu::set_mesh({"cuda:0", "cuda:1", "cuda:0"});
-  check_pages(random, steps);
-  check_temporaries(random, 10 * steps);
+  for (const bool apart : {false, true}) {  // GPUs 0, 1, 0, and 0, 1, 8
+    mgpu::set_mesh({"cuda:0", "cuda:1", "cuda:0"}, apart);
+    if (mgpu::mesh().gpus().size() != (apart ? 3 : 2)) fail("GPUs are not counted right");
+    check_pages(random, steps);
+    check_temporaries(random, 10 * steps);
+  }
   std::printf("ok\n");
 }

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ns_mgpu_splat
-from ns_mgpu_splat.device import native
+from ns_mgpu_splat.device import config, native
 
 HOST_ONLY = {
     "test_operators_give_the_cpus_values_and_gradients": "on GPUs, opinfo_cuda.py compares with plain CUDA",
@@ -31,6 +31,7 @@ HOST_ONLY = {
     "test_init_again_with_the_same_devices_is_harmless": "names cpu shards",
     "test_device_arguments": "names cpu shards",
 }
+NOT_APART = "the shards' memory is one GPU's: what goes from one to another needs it twice"
 HOST_FILES = {"test_locality.py": "the locality check is the host flavour's"}
 
 
@@ -42,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not on_gpus:
             item.add_marker(pytest.mark.skip(reason="needs a mesh of GPUs"))
+        if item.get_closest_marker("whole_gpu") and on_gpus and config.gpus_apart():
+            item.add_marker(pytest.mark.skip(reason=f"MGPU_TEST_APART=1: {NOT_APART}"))
         reason = HOST_ONLY.get(getattr(item, "originalname", item.name)) or HOST_FILES.get(item.path.name)
         if reason and on_gpus:
             item.add_marker(pytest.mark.skip(reason=f"host flavour only: {reason}"))

@@ -112,6 +112,8 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ("MGPU_DEVICES", "gpu:1", "MGPU_DEVICES is 'gpu:1', expected cpu:COUNT"),
         ("MGPU_SHARD_THRESHOLD", "big", "MGPU_SHARD_THRESHOLD is 'big', expected a number of bytes"),
         ("MGPU_CHECK_LOCALITY", "yes", "MGPU_CHECK_LOCALITY is 'yes', expected 0 or 1"),
+        ("MGPU_TEST_APART", "2", "MGPU_TEST_APART is '2', expected 0 or 1"),
+        ("MGPU_TEST_LATE_GPU", "1", "MGPU_TEST_LATE_GPU is '1', expected GPU:MICROSECONDS"),
     ],
 )
 def test_a_bad_variable_is_named_and_nothing_is_registered(name: str, value: str, words: str) -> None:
