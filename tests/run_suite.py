@@ -64,13 +64,15 @@ def groups(*, slow: bool, gpu: bool) -> list[Group]:
             # the tests of the CPU spine and those of GPUs alone, on every mesh
             Group(f"gpu {meshes[0]}", ["-m", "not slow", *rooms], meshes[0], need),
             *(Group(f"gpu {mesh}", ["-m", again, *rooms], mesh, need) for mesh in meshes[1:]),
-            # the order between GPUs, on one; and again with one of them late, with all comparisons of meshes
-            Group("gpu 0,0,0, apart", ["-m", again, *rooms], "0,0,0", {**need, **apart}),
-            Group(
-                "gpu 0,0,0, apart, one late",
-                ["-m", "not slow", *rooms],
-                "0,0,0",
-                {**need, **apart, "MGPU_TEST_LATE_GPU": "8:300"},
+            # the order between GPUs, on one; and again with one of them late
+            *(
+                Group(
+                    f"gpu 0,0,0, apart{', late' if late else ''}",
+                    ["-m", again, *rooms],
+                    "0,0,0",
+                    need | apart | late,
+                )
+                for late in ({}, {"MGPU_TEST_LATE_GPU": "8:300"})
             ),
             Group(
                 "gpu 0,0,0, managed",
