@@ -214,6 +214,7 @@ OperatorScope::OperatorScope(On on) {
 
 OperatorScope::~OperatorScope() {
   try {
+    order_after(false);  // of all GPUs: run_on_parts has said so
     // kernels of other libraries read managed memory on all GPUs, and ask nobody
     if (memory_is_managed()) order_all();
     if (former_gpu_ != lead_gpu) c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));

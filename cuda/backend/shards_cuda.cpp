@@ -76,7 +76,7 @@ void run_on_parts(const std::function<void(int part)>& work) {
   BelowAutograd below_autograd;
   OperatorScope scope(OperatorScope::On::kAllShards);
   struct Given {  // also if a part fails
-    ~Given() { order_after(); }
+    ~Given() { order_after(true); }
   } given;
   const std::vector<Part>& all = parts();
   for (size_t part = 0; part < all.size(); ++part) {

@@ -32,7 +32,7 @@ struct StreamSet {
 
   void note(Ahead whose) {
     const std::lock_guard<std::mutex> lock(mutex);
-    ahead = whose;
+    ahead = std::max(ahead, whose);
   }
 };
 
@@ -167,8 +167,8 @@ void order_before(bool all_gpus) {
   if (stages || ahead == Ahead::kAny || (ahead == Ahead::kLead && all_gpus) || memory_is_managed()) join();
 }
 
-void order_after() {
-  if (several_gpus()) stream_set(current_stream_id()).note(Ahead::kAny);
+void order_after(bool all_gpus) {
+  if (several_gpus()) stream_set(current_stream_id()).note(all_gpus ? Ahead::kAny : Ahead::kLead);
 }
 
 void order_all() {

@@ -50,9 +50,9 @@ class RepeatedGpuScope {
 
 // Call before work is given to the lead shard's GPU, or to all: it will run after everything given so far.
 void order_before(bool all_gpus);
-// Call once work has been given to all GPUs: another thread that uses the stream may have joined it between
-// order_before and the last of this work.
-void order_after();
+// Call once work has been given to the lead shard's GPU, or to all: another thread that uses the stream may
+// have joined it between order_before and the last of this work.
+void order_after(bool all_gpus);
 // Every GPU waits for all others now: for kernels of other libraries, which know nothing of this file.
 void order_all();
 // The stream provider of mesh/launch.h.

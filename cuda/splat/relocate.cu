@@ -231,8 +231,11 @@ RowList sample_rows(const SplatColumns& columns, float min_opacity, int64_t coun
 
   sampled.count = count;
   sampled.row = Buffer<int64_t>(count, kExchange);
-  CUDA_CHECK(cudaMemsetAsync(sampled.row.data(), 0xff, static_cast<size_t>(count) * sizeof(int64_t),
-                             shard_stream(0)));  // -1: no row
+  {
+    DeviceGuard guard(shard_device(0));
+    CUDA_CHECK(cudaMemsetAsync(sampled.row.data(), 0xff, static_cast<size_t>(count) * sizeof(int64_t),
+                               shard_stream(0)));  // -1: no row
+  }
   const int bits = std::bit_width(static_cast<uint64_t>(columns.num_rows) << 24);
   const auto pick = [&](const Shard& shard) {  // every shard draws all targets
     const RowRange home = homes[static_cast<size_t>(shard.index)];

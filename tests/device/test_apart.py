@@ -330,6 +330,51 @@ def test_renders_and_steps_with_each_gpu_late_are_those_of_one_stream(
     run(TRAIN, "0,0,0", "compare", reference)
 
 
+FREED = """
+import threading, torch
+import splat_scenes as scenes
+import ns_mgpu_splat
+from ns_mgpu_splat import render
+from ns_mgpu_splat.device import native
+
+ns_mgpu_splat.init()
+native().set_shard_threshold(1 << 40)  # operators are the lead's
+table = scenes.table_of(scenes.random_columns(4000, 5), requires_grad=False)
+camera = scenes.camera_of(scenes.random_twin_camera(0, 130, 90))
+generator = torch.Generator().manual_seed(1)
+values = [torch.randn(table.sh0.shape, generator=generator).to("mgpu") * 1e-4 for _ in range(2)]
+
+def picture(turn):
+    value = values[turn % 2]
+    torch.sum(value.expand(20_000, *value.shape), 0, out=table.sh0)  # takes the lead's GPU a while
+    return render(table, camera)[0].rgb.cpu()
+
+want = [picture(turn) for turn in range(2)]
+assert not torch.equal(*want)
+over = threading.Event()
+
+def free_often():
+    while not over.is_set():
+        native().Temporary(1000, 0)
+
+other = threading.Thread(target=free_often)
+other.start()
+try:
+    wrong = [turn for turn in range(400) if not torch.equal(picture(turn), want[turn % 2])]
+finally:
+    over.set()
+    other.join()
+assert not wrong, f"{len(wrong)} of 400 renders saw older rows: {wrong[:9]}"
+"""
+
+
+@on_a_gpu
+def test_the_leads_operator_is_waited_for_though_another_thread_frees_memory_meanwhile() -> None:
+    """To free memory of a stage a thread asks for the stream, outside of turns, and that joined the GPUs and forgot that the
+    lead's was ahead: between the note of it and the launch, so that stages on the other GPUs read what was there before."""
+    run(FREED, "0,0,0")
+
+
 @on_a_gpu
 def test_the_tests_of_the_order_find_several_gpus() -> None:
     """test_order_gpu.py has work to do in the mode: nothing of it is skipped. All of it runs there in `make test-gpu`."""
