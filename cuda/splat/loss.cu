@@ -801,7 +801,9 @@ void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weigh
                        float share) {
   const int shards = mesh().size();
   const auto count = static_cast<int64_t>(images.size());
-  std::vector<Buffer<Sums>> part(static_cast<size_t>(shards));          // [images], of each shard
+  // What the shards have: [shards, images] on the lead's, into which those write that reach it.
+  Buffer<Sums> gathered(shards * count, 0);
+  std::vector<Buffer<Sums>> part(static_cast<size_t>(shards));          // [images], of the others
   std::vector<Buffer<LossCounts>> masked(static_cast<size_t>(shards));  // [images]
   const bool any_mask = std::any_of(images.begin(), images.end(),
                                     [](const PatchedImage& image) { return image.images.mask != nullptr; });
@@ -812,9 +814,10 @@ void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weigh
     if (!images[v].owners) throw std::invalid_argument("the loss of patches needs the owners of the tiles");
     runs[v] = strip_runs(*images[v].owners, shards, static_cast<int>(image.width), kWalk);
   }
-  for_each_shard("loss", [&](const Shard& shard) {
+  const auto take = [&](const Shard& shard) {
     const auto self = static_cast<size_t>(shard.index);
-    part[self] = Buffer<Sums>(count, shard.index);
+    if (!transport().reaches(shard.index, 0)) part[self] = Buffer<Sums>(count, shard.index);
+    Sums* const total = part[self].size() > 0 ? part[self].data() : gathered.data() + shard.index * count;
     if (any_mask) {
       masked[self] = Buffer<LossCounts>(count, shard.index);
       zero(masked[self]);
@@ -850,21 +853,22 @@ void patch_losses_into(const std::vector<PatchedImage>& images, float ssim_weigh
         all.count[i] = of_image.size();
       }
       shard_total_kernel<<<static_cast<unsigned>(some), kTotalThreads, 0, shard_stream(shard.index)>>>(
-          all, part[self].data() + first);
+          all, total + first);
       KERNEL_CHECK("loss", shard.index, some);
     }
-  });
+  };
+  for_each_shard("loss", take, Access::kExchange, Launch::kSideBySide);
 
-  Buffer<Sums> gathered(shards * count, 0);
   std::vector<Shipment> shipments;
-  const int64_t bytes = count * static_cast<int64_t>(sizeof(Sums));
   for (int shard = 1; shard < shards; ++shard) {
-    shipments.push_back(
-        {shard, 0, part[static_cast<size_t>(shard)].data(), gathered.data() + shard * count, bytes});
+    const Buffer<Sums>& own = part[static_cast<size_t>(shard)];
+    if (own.size() > 0) {
+      shipments.push_back({shard, 0, own.data(), gathered.data() + shard * count,
+                           own.size() * static_cast<int64_t>(sizeof(Sums))});
+    }
   }
   transport().ship("loss values", shipments);
   DeviceGuard guard(shard_device(0));
-  copy_between(gathered.data(), 0, part[0].data(), 0, bytes);
   for (int64_t first = 0; first < count; first += kMostImages) {
     const int64_t some = std::min<int64_t>(kMostImages, count - first);
     CountsOfImages counts{};

@@ -111,7 +111,7 @@ void ShardImages::share_halo(const Frame& frame) {
     const auto work = [&](const Shard& shard) {
       flavour::copy_rects(rects[static_cast<size_t>(shard.index)], shard.index);
     };
-    for_each_shard(stage, work, access);
+    for_each_shard(stage, work, access, Launch::kSideBySide);
   };
   copy("pack halo", at_home, writes_there ? Access::kExchange : Access::kLocal);
   transport().ship("halo", shipments);
@@ -137,7 +137,7 @@ void ShardImages::put_together(const Frame& frame, const std::vector<float*>& ga
   const auto put = [&](const Shard& shard) {
     flavour::copy_rects(rects[static_cast<size_t>(shard.index)], shard.index);
   };
-  for_each_shard("images", put, Access::kExchange);
+  for_each_shard("images", put, Access::kExchange, Launch::kSideBySide);
 }
 
 std::vector<LossPatch> ShardImages::loss_patches(const Frame& frame, size_t v) const {
