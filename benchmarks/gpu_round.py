@@ -89,7 +89,12 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
             ),
         ]
     if kind == "stages":
-        return [Run("stages", [f"{stages}/check_stages", "check"], limit=60, kind="alone")]
+        check = f"{stages}/check_stages"
+        return [
+            Run("stages", [check, "check"], limit=60, kind="alone"),
+            Run("stages, apart", [check, "apart"], APART, 90),
+            Run("stages, apart, late", [check, "apart", "8", "300"], APART, 180),
+        ]
     if kind in ("fast", "peer"):
         command = [PYTHON, "benchmarks/fast_step.py", "--json", str(folder / f"{kind}.json")]
         if kind == "fast":

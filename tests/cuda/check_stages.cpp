@@ -26,6 +26,7 @@
 #include "memory/tally.h"
 #include "memory/transfer.h"
 #include "mesh/fork_join.h"
+#include "mesh/late.h"
 #include "mesh/launch.h"
 #include "splat/assign.h"
 #include "splat/bin.h"
@@ -49,6 +50,9 @@ using namespace mgpu::splat;
 namespace {
 
 int failures = 0;
+
+bool apart = false;  // shards of one GPU count as GPUs of their own
+void use_mesh(const std::vector<std::string>& names) { set_mesh(names, apart); }
 
 void report(const std::string& what, const char* measure, double value, double tolerance) {
   const bool good = value <= tolerance;  // NaN fails
@@ -1318,10 +1322,10 @@ int64_t bits_that_differ(const std::vector<float>& a, const std::vector<float>& 
 }
 
 void check_meshes() {
-  set_mesh({"cuda:0"});
+  use_mesh({"cuda:0"});
   const Rendering one = render_once(false), fixed = render_once(true);
   for (const int shards : {1, 2, 3, 4, 7}) {
-    set_mesh(std::vector<std::string>(static_cast<size_t>(shards), "cuda:0"));
+    use_mesh(std::vector<std::string>(static_cast<size_t>(shards), "cuda:0"));
     const Rendering other = render_once(false), again = render_once(true), twice = render_once(true);
     const std::string name = "[1 against " + std::to_string(shards) + " shards]";
     report(name + " rgb", "floats differ",
@@ -1364,10 +1368,10 @@ std::vector<float> loss_once(int64_t height, int64_t width, float ssim_weight) {
 
 void check_loss_meshes() {
   for (const float weight : {0.2f, 0.f}) {
-    set_mesh({"cuda:0"});
+    use_mesh({"cuda:0"});
     const std::vector<float> one = loss_once(333, 400, weight);
     for (const int shards : {2, 3, 4, 7}) {
-      set_mesh(std::vector<std::string>(static_cast<size_t>(shards), "cuda:0"));
+      use_mesh(std::vector<std::string>(static_cast<size_t>(shards), "cuda:0"));
       const int64_t differ = bits_that_differ(one, loss_once(333, 400, weight));
       report("[1 against " + std::to_string(shards) + " shards] loss", "floats differ",
              static_cast<double>(differ), 0);
@@ -2018,7 +2022,7 @@ void time_losses() {
 // Of 1, 2, 4 and 8 shards that follow each other on one GPU.
 void time_virtual_patches() {
   for (const int shards : {1, 2, 4, 8}) {
-    set_mesh(virtual_shards(shards));
+    use_mesh(virtual_shards(shards));
     time_loss_patches(1244, 1920);
     time_loss_patches(2489, 3840);
   }
@@ -2026,7 +2030,7 @@ void time_virtual_patches() {
 
 // For compute-sanitizer, under which everything takes fifty times as long.
 void check_small(const std::vector<std::string>& names) {
-  set_mesh(names);
+  use_mesh(names);
   check_scene(17, 1, 61, 47, false, true, true, 3);
   check_scene(700, 2, 70, 50, true, false, false, 3);
   check_lists(800, 2, 300, 200, -0.5f, true, 4, 3);
@@ -2080,7 +2084,7 @@ void check_all_cells() {
 }
 
 void check_all(const std::vector<std::string>& names) {
-  set_mesh(names);
+  use_mesh(names);
   check_scene(0, 1, 100, 60, false, false, false, 3);
   check_scene(1, 2, 10, 9, true, false, false, 3);
   check_scene(17, 1, 61, 47, false, true, true, 3);
@@ -2119,22 +2123,28 @@ int main(int count, char** arguments) {
       for (const CullCase& test : kCullCases) check_cull(test);
       for (const CullCase& test : kCullCases) check_cell_cull(test);
       for (const int shards : {1, 3, 4}) {
-        set_mesh(virtual_shards(shards));
+        use_mesh(virtual_shards(shards));
         check_all_cells();
       }
     } else if (what == "loss") {
       for (const int shards : {2, 4, 7, 8}) {
-        set_mesh(virtual_shards(shards));
+        use_mesh(virtual_shards(shards));
         check_patch_losses();
       }
       for (const int shards : {1, 3}) {
-        set_mesh(virtual_shards(shards));
+        use_mesh(virtual_shards(shards));
         check_losses();
       }
       check_loss_meshes();
       time_virtual_patches();
-      set_mesh(virtual_shards(1));
+      use_mesh(virtual_shards(1));
       time_losses();
+    } else if (what == "apart") {
+      apart = true;
+      if (count > 3) set_late_gpu(std::atoi(arguments[2]), std::atoi(arguments[3]));
+      for (const int shards : {3, 4}) check_all(virtual_shards(shards));
+      check_meshes();
+      check_loss_meshes();
     } else if (what != "time") {
       if (count > 2) {
         check_all(std::vector<std::string>(arguments + 2, arguments + count));
@@ -2148,14 +2158,14 @@ int main(int count, char** arguments) {
       }
     }
     if (what == "time" || what == "all") {
-      set_mesh(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(1));
+      use_mesh(count > 2 ? std::vector<std::string>(arguments + 2, arguments + count) : virtual_shards(1));
       std::printf("%d shards\n", mesh().size());
       time_losses();
       time_scene(112000, 1920, 1244, -4.5f);
       time_scene(2800000, 1920, 1244, -5.3f);
       time_scene(9000000, 3840, 2489, -6.f);
       if (count <= 2) {
-        set_mesh(virtual_shards(4));
+        use_mesh(virtual_shards(4));
         time_scene(2800000, 1920, 1244, -5.3f);
       }
     }
