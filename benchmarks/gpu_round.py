@@ -130,12 +130,12 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
         return [tests("device", ["tests/device", *elsewhere], m, 240) for m in meshes]
     if kind == "apart":
         rooms = {
-            "splats": ["tests/splats", "--ignore=tests/splats/test_large_gpu.py"],
-            "device": ["tests/device", f"--deselect={database}"],
+            "splats": ["--timeout=120", "tests/splats", "--ignore=tests/splats/test_large_gpu.py"],
+            "device": ["--timeout=120", "tests/device", f"--deselect={database}"],
         }
         late = {"MGPU_TEST_LATE_GPU": "8:300"}
         return [
-            tests("apart", ["tests/device/test_apart.py"], "0", 240),
+            tests("apart", ["--timeout=120", "tests/device/test_apart.py"], "0", 300),
             *(
                 tests(
                     f"apart{', late' if more else ''}: {room}",
