@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // assign.cu: who blends what, on several shards. From the 16 bytes that stage "project" keeps of a record's
 // tiles (cover.h): first what each home has in each run of tiles, for the host to choose ranges by; then, of
-// each record, which ranges it meets. Floor: 20 bytes a record twice, and three atomics in shared memory a
-// record and run. Two read-backs: that of stage "project", with 12 bytes a run more, and one here of some
-// numbers.
+// each record, which ranges it meets, from a table of a byte a tile. Floor: 16 bytes a record twice and 4
+// more, and three atomics in shared memory a record and run. Two read-backs: that of stage "project", with 12
+// bytes a run more, and one here of some numbers.
 #include <algorithm>
 #include <bit>
 #include <map>
@@ -162,21 +162,36 @@ struct RangeEnds {
   }
 };
 
+// Before the records: the range of each tile, and zeros in the words before the table.
+__global__ void __launch_bounds__(kThreads)
+    clear_parcels_kernel(const View* views, int num_views, const __grid_constant__ RangeEnds ends,
+                         ParcelWords layout, SumState* words) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < layout.table()) words[i] = 0;
+  if (i >= layout.tiles) return;
+  int v = 0;
+  while (v + 1 < num_views && i >= views[v + 1].tile_begin) ++v;
+  reinterpret_cast<uint8_t*>(words + layout.table())[i] =
+      static_cast<uint8_t>(ends.range_of(views[v].position_of(i - views[v].tile_begin)));
+}
+
 struct RangesMet {
-  const RangeEnds* ends;
+  const uint8_t* range_of_tile;
   uint32_t mask;
 
   __device__ __forceinline__ void add(const View& view, const PatchBox&, int x, int y) {
-    mask |= 1u << ends->range_of(view.position_of(int64_t{y} * view.tiles_x + x));
+    mask |= 1u << range_of_tile[view.tile_begin + int64_t{y} * view.tiles_x + x];
   }
   __device__ __forceinline__ void done() {}
-  __device__ __forceinline__ RangesMet over_warp() const { return {ends, __reduce_or_sync(kAllLanes, mask)}; }
+  __device__ __forceinline__ RangesMet over_warp() const {
+    return {range_of_tile, __reduce_or_sync(kAllLanes, mask)};
+  }
 };
 
 // counts: RangeCounts, zero before.
 __global__ void __launch_bounds__(kThreads)
     mark_ranges_kernel(const __grid_constant__ MeasuredRecords in, int64_t records,
-                       const __grid_constant__ RangeEnds ends, RangeCounts layout, uint64_t* range_mask,
+                       const uint8_t* range_of_tile, RangeCounts layout, RangeMask* range_mask,
                        SumState* counts) {
   __shared__ unsigned s_parcel[kMaxShards], s_alone[kMaxShards], s_met;  // s_parcel: of a single view
   if (threadIdx.x < kMaxShards) s_parcel[threadIdx.x] = s_alone[threadIdx.x] = 0;
@@ -187,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t r = block * kThreads + threadIdx.x;
     const bool held = r < records;
     const uint32_t mask =
-        sum_over_tiles<RangesMet>(in, r, held, [&](int32_t) { return RangesMet{&ends, 0}; }).mask;
+        sum_over_tiles<RangesMet>(in, r, held, [&](int32_t) { return RangesMet{range_of_tile, 0}; }).mask;
     if (held) range_mask[r] = mask;
     const int v = held ? in.view_of(r) : 0;
     const unsigned met = __ballot_sync(kAllLanes, mask != 0);
@@ -219,24 +234,27 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0 && s_met) atomicAdd(counts + layout.met(), static_cast<SumState>(s_met));
 }
 
-// Leaves the home's counts at the end of its parcel_states.
 void mark_ranges(Frame& frame, int home) {
   ShardRecords& in = frame.shards[static_cast<size_t>(home)];
-  const RangeCounts layout = range_counts(frame);
-  in.parcel_states = Buffer<SumState>(layout.ranges * blocks_for(in.count, kThreads) + layout.words(), home);
-  zero(in.parcel_states);
-  in.range_mask = Buffer<uint64_t>(in.count, home);
+  const ParcelWords layout = parcel_words(frame, home);
+  in.parcel_words = Buffer<SumState>(layout.words(), home);
+  in.range_mask = Buffer<RangeMask>(in.count, home);
+  RangeEnds ends{};
+  ends.count = static_cast<int>(frame.ranges.end.size());
+  std::copy(frame.ranges.end.begin(), frame.ranges.end.end(), ends.end);
+  clear_parcels_kernel<<<blocks_for(std::max(layout.table(), layout.tiles), kThreads), kThreads, 0,
+                         shard_stream(home)>>>(frame.constants[static_cast<size_t>(home)].views,
+                                               static_cast<int>(frame.views.size()), ends, layout,
+                                               in.parcel_words.data());
+  KERNEL_CHECK("assign", home, in.count);
   if (in.count > 0) {
-    RangeEnds ends{};
-    ends.count = static_cast<int>(frame.ranges.end.size());
-    std::copy(frame.ranges.end.begin(), frame.ranges.end.end(), ends.end);
     const int64_t resident =
         prepare_kernel(reinterpret_cast<const void*>(mark_ranges_kernel), kThreads, 0, home);
     const unsigned blocks =
         static_cast<unsigned>(std::min<int64_t>(blocks_for(in.count, kThreads), resident));
-    mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(measured_records(frame, home), in.count,
-                                                                    ends, layout, in.range_mask.data(),
-                                                                    in.parcel_states.end() - layout.words());
+    mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
+        measured_records(frame, home), in.count, layout.range_of_tile(in.parcel_words.data()), layout.counts,
+        in.range_mask.data(), in.parcel_words.data());
     KERNEL_CHECK("assign", home, in.count);
   }
   in.half_extent = Buffer<float>();
@@ -329,8 +347,7 @@ void assign_tiles(Frame& frame) {
   ReadBack read_back;
   for (int64_t home = 0; home < shards; ++home) {
     read_back.add(reinterpret_cast<SumState*>(table.data() + home * row),
-                  frame.shards[static_cast<size_t>(home)].parcel_states.end() - row, row,
-                  static_cast<int>(home));
+                  frame.shards[static_cast<size_t>(home)].parcel_words.data(), row, static_cast<int>(home));
   }
   read_back.wait();
   transport().gather(table.data(), row);

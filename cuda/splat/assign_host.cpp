@@ -47,7 +47,7 @@ void count_tiles(const Frame& frame, int home, TileCount* count) {
 void mark_ranges(Frame& frame, int home, uint64_t* counts) {
   ShardRecords& in = frame.shards[home];
   const RangeCounts layout = range_counts(frame);
-  in.range_mask = Buffer<uint64_t>(in.count, home);
+  in.range_mask = Buffer<RangeMask>(in.count, home);
   parallel_for(in.count, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       uint64_t mask = 0;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // assign_kernels.h: what stage "project" does on GPUs for stage "assign", on several shards: counts what its
-// records meet, and brings that along with its read-back.
+// records meet, and brings that along with its read-back; and what stage "assign" leaves for the exchange.
 #pragma once
 #include <memory>
 
 #include "memory/buffer.h"
 #include "memory/transfer.h"
+#include "splat/assign.h"
 #include "splat/frame.h"
 #include "splat/look_back.h"
 
@@ -20,5 +21,24 @@ int64_t run_table_words(const Frame& frame);
 // Adds what the home's first `room` measured records meet, of which there are as many as `records` [views]
 // say, to a row of the table on the device.
 void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room, SumState* counts);
+
+// ShardRecords::parcel_words: the home's RangeCounts; for each range, of the blocks of kThreads records, how
+// many records the parcel has up to the block's end (look_back.h), once it is packed; and a byte a tile of
+// all views, counted row by row: its range.
+struct ParcelWords {
+  RangeCounts counts;
+  int64_t blocks, tiles;
+
+  constexpr int64_t states() const { return counts.words(); }
+  constexpr int64_t table() const { return states() + counts.ranges * blocks; }
+  constexpr int64_t words() const { return table() + (tiles + 7) / 8; }
+  const uint8_t* range_of_tile(const SumState* all) const {
+    return reinterpret_cast<const uint8_t*>(all + table());
+  }
+};
+inline ParcelWords parcel_words(const Frame& frame, int home) {
+  return {range_counts(frame), blocks_for(frame.shards[static_cast<size_t>(home)].count, kThreads),
+          frame.tile_count()};
+}
 
 }  // namespace mgpu::splat

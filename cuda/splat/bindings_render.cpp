@@ -217,10 +217,8 @@ std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<i
     const TileOwner& owner = frame.owners[o];
     std::vector<int64_t> row_of_record, rows;
     for (size_t home = 0; home < frame.parcels.size(); ++home) {
-      const Parcel& parcel = frame.parcels[home][o];
       const auto row = to_vector(frame.shards[home].row, frame.shards[home].count);
-      const auto record = to_vector(parcel.record_from_parcel);
-      for (int64_t i = 0; i < parcel.count; ++i) row_of_record.push_back(row[record.empty() ? i : record[i]]);
+      for (const int64_t record : records_of_parcel(frame, home, o)) row_of_record.push_back(row[record]);
     }
     for (const TileEntry& entry : to_vector(owner.entry)) rows.push_back(row_of_record[entry.record]);
     for (const int32_t record : to_vector(owner.entry_record)) rows.push_back(row_of_record[record]);

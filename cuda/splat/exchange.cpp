@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "memory/transfer.h"
 #include "mesh/fork_join.h"
 #include "splat/transport.h"
 
@@ -27,6 +28,15 @@ void count_received(const std::vector<std::vector<Parcel>>& parcels, int self, T
         " visible Gaussians, more than 2^31 - 1; add shards to MGPU_DEVICES or render fewer "
         "cameras in one call");
   }
+}
+
+// Whether owners are told the view of each record.
+bool needs_views(const Frame& frame) {
+#if MGPU_CUDA
+  return frame.views.size() > 1;
+#else
+  return frame.views.size() > 0;
+#endif
 }
 
 // Calls visit(home, owner, parcel) for every parcel that is not empty, in order.
@@ -56,7 +66,7 @@ void exchange_records(Frame& frame) {
   for (size_t self = 0; self < shards; ++self) {
     TileOwner& owner = frame.owners[self];
     owner.record = Buffer<Record>(owner.received(), static_cast<int>(self));
-    owner.view = Buffer<int32_t>(owner.received(), static_cast<int>(self));
+    if (needs_views(frame)) owner.view = Buffer<int32_t>(owner.received(), static_cast<int>(self));
   }
   for_each_parcel(frame, [&](int home, int owner, Parcel& parcel) {
     TileOwner& to = frame.owners[static_cast<size_t>(owner)];
@@ -80,7 +90,6 @@ void exchange_records(Frame& frame) {
   transport().ship("exchange", shipments);
   for_each_shard("exchange", [&](const Shard& shard) { flavour::fill_views(frame, shard.index); });
   for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.record = Buffer<Record>(); });  // delivered
-  for (ShardRecords& home : frame.shards) home.range_mask = Buffer<uint64_t>();
 }
 
 void return_gradients(Frame& frame) {
@@ -118,6 +127,21 @@ void return_gradients(Frame& frame) {
       crosses ? Access::kExchange : Access::kLocal);
   for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.grad = Buffer<RecordGrad>(); });
   for (TileOwner& owner : frame.owners) owner.record_grad = Buffer<RecordGrad>();
+}
+
+std::vector<int64_t> records_of_parcel(const Frame& frame, size_t home, size_t owner) {
+#if MGPU_CUDA
+  std::vector<RangeMask> masks(static_cast<size_t>(frame.shards[home].count), 1);
+  if (frame.homes.size() > 1) masks = to_vector(frame.shards[home].range_mask);
+  size_t range = 0;
+  while (frame.ranges.owner[range] != static_cast<int>(owner)) ++range;
+  std::vector<int64_t> records;
+  for (size_t i = 0; i < masks.size(); ++i)
+    if (masks[i] >> range & 1u) records.push_back(static_cast<int64_t>(i));
+  return records;
+#else
+  return to_vector(frame.parcels[home][owner].record_from_parcel);
+#endif
 }
 
 int64_t exchanged_bytes(const Frame& frame) {

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// exchange.cu: packing records for the owners of their tiles, and adding up what comes back. All sizes are
-// known from the read-back of stage "assign".
+// exchange.cu: packing records for the owners of their tiles, and adding up what comes back: a thread a
+// record of the home, there and back in the same blocks of 256. All sizes are known from the read-back of
+// stage "assign". Floor: 52 bytes a record and 48 a record that is sent; back, 52 and 48.
 #include "splat/exchange.h"
 
 #include <vector>
 
 #include "memory/transfer.h"
+#include "splat/assign_kernels.h"
 #include "splat/kernels.h"
 #include "splat/look_back.h"
 #include "splat/transport.h"
@@ -14,104 +16,180 @@ namespace mgpu::splat {
 
 namespace {
 
-// ---- pack, at home
+// ---- where a block's records are in the home's parcels
 
-struct ParcelTarget {
-  Record* record[kMaxShards];  // perhaps on another GPU
-  int32_t* view[kMaxShards];   // null: their owner does it
-  int64_t* record_from_parcel[kMaxShards];
+// What is in a parcel keeps the order of the records, so that a place follows from counts. What a block has
+// for or from each of several parcels is laid side by side, one parcel after the other, so that it crosses a
+// link in whole lines.
+constexpr int kStaged = 384;  // records at a time: mostly all that the block has, whomever they are for
+
+struct BlockPlaces {
+  int before[kMaxShards][kWarps];  // what the block's warps before have in the parcel
+  int total[kMaxShards];           // what the block has there
+  int64_t begin[kMaxShards];       // where that begins
 };
 
-// A block 256 records. A parcel's records keep their order: where the block's go follows from a running sum
-// for each range. What goes to one owner is laid side by side first, so that it crosses a link in whole
-// lines. state: [ranges, blocks], zero before; view: null for a single one.
-__global__ void __launch_bounds__(kThreads)
-    pack_kernel(const Record* record, const int32_t* view, const uint64_t* range_mask, int64_t records,
-                int ranges, SumState* state, const __grid_constant__ ParcelTarget out) {
-  __shared__ float4 s_record[3 * kThreads];
-  __shared__ int32_t s_thread[kThreads];
-  __shared__ int s_before[kMaxShards][kWarps];
-  __shared__ int s_total[kMaxShards];
-  __shared__ int64_t s_begin[kMaxShards];
-  const int64_t first = int64_t{blockIdx.x} * kThreads, i = first + threadIdx.x;
+// By all threads; `mask` has the parcels that the thread's record is in. begin_of(parcel, total), by a whole
+// warp: where the block begins in the parcel.
+template <typename BeginOf>
+__device__ __forceinline__ void find_places(uint32_t mask, int parcels, const BeginOf& begin_of,
+                                            BlockPlaces& places) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t mask = i < records ? static_cast<uint32_t>(range_mask[i]) : 0;
-  Record mine;
-  if (mask) mine = load48(record + i);
-  for (int range = 0; range < ranges; ++range) {
-    const unsigned lanes = __ballot_sync(kAllLanes, mask >> range & 1u);
-    if (lane == 0) s_before[range][warp] = __popc(lanes);
+  for (int parcel = 0; parcel < parcels; ++parcel) {
+    const unsigned lanes = __ballot_sync(kAllLanes, mask >> parcel & 1u);
+    if (lane == 0) places.before[parcel][warp] = __popc(lanes);
   }
   __syncthreads();
-  for (int range = warp; range < ranges; range += kWarps) {
-    const int count = lane < kWarps ? s_before[range][lane] : 0;
+  for (int parcel = warp; parcel < parcels; parcel += kWarps) {
+    const int count = lane < kWarps ? places.before[parcel][lane] : 0;
     int inclusive = count;
     for (int step = 1; step < kWarps; step *= 2) {
       const int other = __shfl_up_sync(kAllLanes, inclusive, step);
       if (lane >= step) inclusive += other;
     }
     const int total = __shfl_sync(kAllLanes, inclusive, kWarps - 1);
-    if (lane < kWarps) s_before[range][lane] = inclusive - count;
-    const int64_t begin = sum_of_blocks_before(state + int64_t{range} * gridDim.x, blockIdx.x, total);
+    const int64_t begin = begin_of(parcel, total);
+    if (lane < kWarps) places.before[parcel][lane] = inclusive - count;
     if (lane == 0) {
-      s_total[range] = total;
-      s_begin[range] = begin;
+      places.total[parcel] = total;
+      places.begin[parcel] = begin;
     }
   }
   __syncthreads();
-  for (int range = 0; range < ranges; ++range) {
-    const int total = s_total[range];
-    if (total == 0) continue;
-    const bool goes = mask >> range & 1u;
-    const unsigned lanes = __ballot_sync(kAllLanes, goes);
-    if (goes) {
-      const int place = s_before[range][warp] + __popc(lanes & ((1u << lane) - 1u));
+}
+
+// The parcels from `first` on of which the block's records fit side by side: one at least.
+__device__ __forceinline__ int end_of_group(const BlockPlaces& places, int parcels, int first) {
+  static_assert(kStaged >= kThreads);
+  int end = first;
+  for (int staged = 0; end < parcels; ++end) {
+    staged += places.total[end];
+    if (staged > kStaged) break;
+  }
+  return end;
+}
+
+// By a whole warp: the thread's place among those that the block has in the parcel, if it has one.
+__device__ __forceinline__ int place_in(const BlockPlaces& places, uint32_t mask, int parcel) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const unsigned lanes = __ballot_sync(kAllLanes, mask >> parcel & 1u);
+  return places.before[parcel][warp] + __popc(lanes & ((1u << lane) - 1u));
+}
+
+// By all threads: at most kThreads times 48 bytes, all of a thread's on their way at once.
+__device__ __forceinline__ void copy48(const float4* from, float4* to, int count) {
+  float4 held[3];
+  const int left = 3 * count - static_cast<int>(threadIdx.x);
+  from += threadIdx.x;
+  to += threadIdx.x;
+#pragma unroll
+  for (int k = 0; k < 3; ++k)
+    if (k * kThreads < left) held[k] = from[k * kThreads];
+#pragma unroll
+  for (int k = 0; k < 3; ++k)
+    if (k * kThreads < left) to[k * kThreads] = held[k];
+}
+
+// ---- pack, at home
+
+struct ParcelTarget {          // by range
+  Record* record[kMaxShards];  // perhaps on another GPU
+  int32_t* view[kMaxShards];   // null: their owner does it, or there is a single one
+};
+
+// state: of ParcelWords.
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const Record* record, const int32_t* view, const RangeMask* range_mask, int64_t records,
+                int ranges, SumState* state, const __grid_constant__ ParcelTarget out) {
+  __shared__ float4 s_record[3 * kStaged];
+  __shared__ int32_t s_view[kStaged];
+  __shared__ BlockPlaces places;
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const uint32_t mask = i < records ? range_mask[i] : 0;
+  Record mine;
+  if (mask) mine = load48(record + i);
+  const auto begin_of = [&](int range, int total) {
+    return sum_of_blocks_before(state + int64_t{range} * gridDim.x, blockIdx.x, total);
+  };
+  find_places(mask, ranges, begin_of, places);
+  for (int first = 0; first < ranges;) {
+    const int end = end_of_group(places, ranges, first);
+    for (int range = first, at = 0; range < end; at += places.total[range++]) {
+      if (places.total[range] == 0) continue;
+      const int place = at + place_in(places, mask, range);
+      if (!(mask >> range & 1u)) continue;
       store48(reinterpret_cast<Record*>(s_record) + place, mine);
-      s_thread[place] = threadIdx.x;
+      if (out.view[range]) s_view[place] = view[i];
     }
     __syncthreads();
-    const int64_t begin = s_begin[range];
-    float4* const to = reinterpret_cast<float4*>(out.record[range] + begin);
-    for (int k = threadIdx.x; k < 3 * total; k += kThreads) to[k] = s_record[k];
-    if (threadIdx.x < total) {
-      const int64_t from = first + s_thread[threadIdx.x];
-      out.record_from_parcel[range][begin + threadIdx.x] = from;
-      if (out.view[range]) out.view[range][begin + threadIdx.x] = view ? view[from] : 0;
+    for (int range = first, at = 0; range < end; at += places.total[range++]) {
+      const int total = places.total[range];
+      if (total == 0) continue;
+      const int64_t begin = places.begin[range];
+      copy48(s_record + 3 * at, reinterpret_cast<float4*>(out.record[range] + begin), total);
+      if (out.view[range] && threadIdx.x < total)
+        out.view[range][begin + threadIdx.x] = s_view[at + threadIdx.x];
     }
-    __syncthreads();  // the place is free again
+    first = end;
+    if (first < ranges) __syncthreads();  // the place is free again
   }
 }
 
 // ---- at the owner
 
-// view_begin: [views + 1], of one parcel.
+// begin: [parcels * views], ascending: where what the owner received of each home and view begins.
 __global__ void __launch_bounds__(kThreads)
-    fill_views_kernel(const int64_t* view_begin, int views, int64_t count, int32_t* view) {
+    fill_views_kernel(const int64_t* begin, int64_t begins, int views, int64_t count, int32_t* view) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  int v = 0;
-  while (v + 1 < views && i >= view_begin[v + 1]) ++v;
-  view[i] = v;
+  int64_t first = 0, end = begins;  // the last one that is at most i is among them
+  while (end - first > 1) {
+    const int64_t middle = (first + end) / 2;
+    (begin[middle] <= i ? first : end) = middle;
+  }
+  view[i] = static_cast<int32_t>(first % views);
 }
 
 // ---- the way back
 
-// A record is in a parcel once, so no two threads meet. `part` may be on another GPU: it is read in whole
-// lines.
-__global__ void __launch_bounds__(kThreads)
-    collect_kernel(const RecordGrad* part, const int64_t* record_from_parcel, int64_t count,
-                   RecordGrad* grad) {
-  __shared__ float4 s_part[3 * kThreads];
-  const int64_t first = int64_t{blockIdx.x} * kThreads, i = first + threadIdx.x;
-  const int held = count - first < kThreads ? static_cast<int>(count - first) : kThreads;
-  const float4* const from = reinterpret_cast<const float4*>(part + first);
-  for (int k = threadIdx.x; k < 3 * held; k += kThreads) s_part[k] = from[k];
-  __syncthreads();
-  if (i >= count) return;
-  RecordGrad* to = grad + record_from_parcel[i];
-  RecordGrad sum = load48(to);
-  add_to(sum, load48(reinterpret_cast<const RecordGrad*>(s_part) + threadIdx.x));
-  store48(to, sum);
+struct PartSource {                    // by owner
+  const RecordGrad* part[kMaxShards];  // of the home's parcel; perhaps on another GPU
+  int32_t range[kMaxShards];
+};
+
+// A record's parts are added in the order of their owners. state: as pack_kernel leaves it.
+__global__ void __launch_bounds__(kThreads, 5)
+    collect_kernel(const RangeMask* range_mask, int64_t records, int owners, const SumState* state,
+                   const __grid_constant__ PartSource in, RecordGrad* grad) {
+  __shared__ float4 s_part[3 * kStaged];
+  __shared__ BlockPlaces places;
+  const auto record = [] { return int64_t{blockIdx.x} * kThreads + threadIdx.x; };
+  const uint32_t ranges = record() < records ? range_mask[record()] : 0;
+  uint32_t mask = 0;
+  for (int owner = 0; owner < owners; ++owner) mask |= (ranges >> in.range[owner] & 1u) << owner;
+  const auto begin_of = [&](int owner, int) -> int64_t {
+    if (blockIdx.x == 0) return 0;
+    return static_cast<int64_t>(state[int64_t{in.range[owner]} * gridDim.x + blockIdx.x - 1] & kCountMask);
+  };
+  find_places(mask, owners, begin_of, places);
+  RecordGrad sum{};
+  for (int first = 0; first < owners;) {
+    const int end = end_of_group(places, owners, first);
+    for (int owner = first, at = 0; owner < end; at += places.total[owner++]) {
+      if (places.total[owner] == 0) continue;
+      copy48(reinterpret_cast<const float4*>(in.part[owner] + places.begin[owner]), s_part + 3 * at,
+             places.total[owner]);
+    }
+    __syncthreads();
+    for (int owner = first, at = 0; owner < end; at += places.total[owner++]) {
+      if (places.total[owner] == 0) continue;
+      const int place = at + place_in(places, mask, owner);
+      if (mask >> owner & 1u) add_to(sum, load48(reinterpret_cast<const RecordGrad*>(s_part) + place));
+    }
+    first = end;
+    if (first < owners) __syncthreads();  // the place is free again
+  }
+  if (record() < records) store48(grad + record(), sum);
 }
 
 }  // namespace
@@ -121,50 +199,60 @@ namespace flavour {
 void pack(Frame& frame, int home, const std::vector<Record*>& targets) {
   ShardRecords& in = frame.shards[static_cast<size_t>(home)];
   const int ranges = static_cast<int>(frame.ranges.owner.size());
+  if (in.count == 0) return;
   ParcelTarget target{};
   for (int range = 0; range < ranges; ++range) {
     const int to = frame.ranges.owner[static_cast<size_t>(range)];
     TileOwner& owner = frame.owners[static_cast<size_t>(to)];
-    Parcel& parcel = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(to)];
-    parcel.record_from_parcel = Buffer<int64_t>(parcel.count, home);
     target.record[range] = targets[static_cast<size_t>(to)];
-    target.record_from_parcel[range] = parcel.record_from_parcel.data();
-    if (parcel.count > 0 && transport().reaches(home, to))
+    if (frame.views.size() > 1 && transport().reaches(home, to))
       target.view[range] = owner.view.data() + owner.peer_begin[static_cast<size_t>(home)];
   }
-  if (in.count > 0) {
-    pack_kernel<<<blocks_for(in.count, kThreads), kThreads, 0, shard_stream(home)>>>(
-        in.record.data(), frame.views.size() > 1 ? in.view.data() : nullptr, in.range_mask.data(), in.count,
-        ranges, in.parcel_states.data(), target);
-    KERNEL_CHECK("pack", home, in.count);
-  }
-  in.parcel_states = Buffer<SumState>();
+  const ParcelWords layout = parcel_words(frame, home);
+  pack_kernel<<<blocks_for(in.count, kThreads), kThreads, 0, shard_stream(home)>>>(
+      in.record.data(), in.view.data(), in.range_mask.data(), in.count, ranges,
+      in.parcel_words.data() + layout.states(), target);
+  KERNEL_CHECK("pack", home, in.count);
 }
 
 void fill_views(Frame& frame, int self) {
   TileOwner& owner = frame.owners[static_cast<size_t>(self)];
+  if (frame.views.size() == 1 || owner.received() == 0) return;
+  bool packed = true;  // with their views
+  for (size_t home = 0; home < frame.parcels.size(); ++home) {
+    packed &= frame.parcels[home][static_cast<size_t>(self)].count == 0 ||
+              transport().reaches(static_cast<int>(home), self);
+  }
+  if (packed) return;
+  std::vector<int64_t> begin;
   for (size_t home = 0; home < frame.parcels.size(); ++home) {
     const Parcel& parcel = frame.parcels[home][static_cast<size_t>(self)];
-    if (parcel.count == 0 || transport().reaches(static_cast<int>(home), self)) continue;  // done by pack
-    const Buffer<int64_t> view_begin = to_buffer(parcel.view_begin, self);
-    fill_views_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
-        view_begin.data(), static_cast<int>(frame.views.size()), parcel.count,
-        owner.view.data() + owner.peer_begin[home]);
-    KERNEL_CHECK("exchange", self, parcel.count);
+    for (size_t v = 0; v + 1 < parcel.view_begin.size(); ++v)
+      begin.push_back(owner.peer_begin[home] + parcel.view_begin[v]);
   }
+  const Buffer<int64_t> begins = to_buffer(begin, self);
+  fill_views_kernel<<<blocks_for(owner.received(), kThreads), kThreads, 0, shard_stream(self)>>>(
+      begins.data(), begins.size(), static_cast<int>(frame.views.size()), owner.received(),
+      owner.view.data());
+  KERNEL_CHECK("exchange", self, owner.received());
 }
 
 void collect(Frame& frame, int self, const std::vector<const RecordGrad*>& part) {
   ShardRecords& home = frame.shards[static_cast<size_t>(self)];
   home.grad = Buffer<RecordGrad>(home.count, self);
-  zero(home.grad);
-  for (size_t owner = 0; owner < part.size(); ++owner) {
-    const Parcel& parcel = frame.parcels[static_cast<size_t>(self)][owner];
-    if (parcel.count == 0) continue;
-    collect_kernel<<<blocks_for(parcel.count, kThreads), kThreads, 0, shard_stream(self)>>>(
-        part[owner], parcel.record_from_parcel.data(), parcel.count, home.grad.data());
-    KERNEL_CHECK("collect", self, parcel.count);
+  if (home.count == 0) return;
+  PartSource source{};
+  const int owners = static_cast<int>(part.size());
+  for (int range = 0; range < owners; ++range) {
+    const int owner = frame.ranges.owner[static_cast<size_t>(range)];
+    source.part[owner] = part[static_cast<size_t>(owner)];
+    source.range[owner] = range;
   }
+  const ParcelWords layout = parcel_words(frame, self);
+  collect_kernel<<<blocks_for(home.count, kThreads), kThreads, 0, shard_stream(self)>>>(
+      home.range_mask.data(), home.count, owners, home.parcel_words.data() + layout.states(), source,
+      home.grad.data());
+  KERNEL_CHECK("collect", self, home.count);
 }
 
 }  // namespace flavour

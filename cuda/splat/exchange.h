@@ -10,9 +10,10 @@
 namespace mgpu::splat {
 
 // Stages "pack" (at home) and "exchange" (at the owner), with the parcels' counts known: fills
-// frame.parcels[*][*].record_from_parcel and frame.owners[*].{record, view, peer_begin}. Received records are
-// in the order of their homes, so within a view in the order of their rows. CUDA: on a mesh of one shard
-// nothing moves, the owner reads the home's records.
+// frame.owners[*].{record, view, peer_begin}, and on the host frame.parcels[*][*].record_from_parcel.
+// Received records are in the order of their homes, so within a view in the order of their rows. CUDA: on a
+// mesh of one shard nothing moves, the owner reads the home's records; and of a single view there is no
+// `view`.
 void exchange_records(Frame& frame);
 
 // Fills frame.shards[*].grad from frame.owners[*].record_grad, which is freed: at home, stage "collect" adds
@@ -23,14 +24,18 @@ void return_gradients(Frame& frame);
 
 namespace flavour {
 
-// At home: the records of each parcel into target[owner], in record order; fills record_from_parcel.
+// At home: the records of each parcel into target[owner], in record order. Keeps what collect() needs to find
+// them again: on the host record_from_parcel, CUDA ShardRecords::parcel_words.
 void pack(Frame& frame, int home, const std::vector<Record*>& target);
 // At the owner: fills its `view`.
 void fill_views(Frame& frame, int owner);
-// At home: adds part[owner] to `grad`, parcel by parcel.
+// At home: `grad` is the sum of part[owner] over the owners, in their order.
 void collect(Frame& frame, int home, const std::vector<const RecordGrad*>& part);
 
 }  // namespace flavour
+
+// For tests: which of the home's records are in its parcel for the owner, in order. After the exchange.
+std::vector<int64_t> records_of_parcel(const Frame& frame, size_t home, size_t owner);
 
 // Bytes that crossed from one shard to another with the records (the way back takes as many).
 int64_t exchanged_bytes(const Frame& frame);

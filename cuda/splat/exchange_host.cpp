@@ -29,7 +29,7 @@ void for_each_owner(const Frame& frame, const ShardRecords& in, int64_t r, const
 namespace flavour {
 
 void pack(Frame& frame, int home, const std::vector<Record*>& target) {
-  const ShardRecords& in = frame.shards[home];
+  ShardRecords& in = frame.shards[home];
   const int64_t shards = static_cast<int64_t>(frame.owners.size());
   const int64_t pieces = (in.count + kGrain - 1) / kGrain;
   std::vector<int64_t> position(static_cast<size_t>(pieces * shards),
@@ -55,6 +55,7 @@ void pack(Frame& frame, int home, const std::vector<Record*>& target) {
       });
     }
   });
+  in.range_mask = Buffer<RangeMask>();
 }
 
 void fill_views(Frame& frame, int self) {

@@ -87,6 +87,13 @@ struct CullCounts {
   int64_t candidates = 0;             // pairs of a row and a view that were projected
 };
 
+// A bit a range.
+#if MGPU_CUDA
+using RangeMask = uint32_t;
+#else
+using RangeMask = uint64_t;
+#endif
+
 // Records of one shard's rows, at home, ordered by (view, row).
 struct ShardRecords {
   Buffer<int64_t> row;      // home
@@ -96,10 +103,12 @@ struct ShardRecords {
   int64_t count = 0;
   int64_t remote = 0;               // how many of them another shard blends, alone or too
   std::vector<int64_t> view_begin;  // [views + 1], into the arrays above
-  Buffer<uint64_t> range_mask;      // home; several shards: bit r is set if range r has a tile of the record
+  // home; several shards: bit r is set if range r has a tile of the record. Host: until it is packed; CUDA:
+  // says which records a parcel has, there and back
+  Buffer<RangeMask> range_mask;
   Buffer<float> half_extent;  // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
   Buffer<TileCover> cover;    // home; the same: all tiles of the record
-  Buffer<unsigned long long> parcel_states;  // home; CUDA, several shards: zeros for packing its parcels
+  Buffer<unsigned long long> parcel_words;  // home; CUDA, several shards: ParcelWords (assign_kernels.h)
   CullCounts culled;
 };
 
@@ -107,7 +116,7 @@ struct ShardRecords {
 struct Parcel {
   Buffer<Record> record;               // home; until it is delivered, if it must travel
   Buffer<RecordGrad> grad;             // home; on the way back, the same
-  Buffer<int64_t> record_from_parcel;  // home
+  Buffer<int64_t> record_from_parcel;  // home; host flavour
   std::vector<int64_t> view_begin;     // [views + 1]
   int64_t count = 0;
 };
@@ -127,7 +136,7 @@ struct alignas(16) PatchBucket {
 };
 
 // One shard as owner of a range of tiles. On a CUDA mesh of one shard `record` and `view` are empty: they are
-// the home's.
+// the home's. CUDA: of a single view `view` is empty on any mesh.
 struct TileOwner {
   RowRange tiles;                   // positions in the order of the tiles of all views
   std::vector<int64_t> peer_begin;  // [shards + 1]: received records by home, in row order

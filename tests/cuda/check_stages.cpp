@@ -280,8 +280,10 @@ std::vector<Record> received(const Frame& frame, size_t owner) {
                                  : to_vector(frame.owners[owner].record);
 }
 std::vector<int32_t> received_view(const Frame& frame, size_t owner) {
-  return frame.homes.size() == 1 ? to_vector(frame.shards[0].view, frame.shards[0].count)
-                                 : to_vector(frame.owners[owner].view);
+  if (frame.homes.size() == 1) return to_vector(frame.shards[0].view, frame.shards[0].count);
+  if (frame.views.size() == 1)
+    return std::vector<int32_t>(static_cast<size_t>(frame.owners[owner].received()), 0);
+  return to_vector(frame.owners[owner].view);
 }
 std::vector<int32_t> entries(const Frame& frame, size_t owner) {
   return to_vector(frame.owners[owner].entry_record);
@@ -556,11 +558,10 @@ void check_blend(const std::string& name, const Frame& frame, const Images& imag
   for (size_t home = 0; home < frame.homes.size(); ++home) {
     std::vector<std::array<double, 12>> want(static_cast<size_t>(frame.shards[home].count));
     for (size_t o = 0; o < frame.owners.size(); ++o) {
-      const Parcel& parcel = frame.parcels[home][o];
-      const std::vector<int64_t> to = to_vector(parcel.record_from_parcel);
-      for (int64_t i = 0; i < parcel.count; ++i) {
-        const auto& part = sums[o][static_cast<size_t>(frame.owners[o].peer_begin[home] + i)];
-        for (int k = 0; k < 12; ++k) want[to.empty() ? i : to[i]][k] += part[k];
+      const std::vector<int64_t> to = records_of_parcel(frame, home, o);
+      for (size_t i = 0; i < to.size(); ++i) {
+        const auto& part = sums[o][static_cast<size_t>(frame.owners[o].peer_begin[home]) + i];
+        for (int k = 0; k < 12; ++k) want[static_cast<size_t>(to[i])][k] += part[k];
       }
     }
     const std::vector<RecordGrad> got = to_vector(frame.shards[home].grad);
