@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // assign.cu: who blends what, on several shards. From the 16 bytes that stage "project" keeps of a record's
 // tiles (cover.h): first what each home has in each run of tiles, for the host to choose ranges by; then, of
-// each record, which ranges it meets, from a table of a byte a tile. Floor: 16 bytes a record twice and 4
-// more, and three atomics in shared memory a record and run. Two read-backs: that of stage "project", with 12
-// bytes a run more, and one here of some numbers.
+// each record, which ranges it meets, from a table of a byte a tile; a small record's mask of tiles is kept
+// for its owners. Floor: 16 bytes a record twice and 8 more, and three atomics in shared memory a record and
+// run. Two read-backs: that of stage "project", with 12 bytes a run more, and one here of some numbers.
 #include <algorithm>
 #include <bit>
 #include <map>
@@ -192,7 +192,7 @@ struct RangesMet {
 __global__ void __launch_bounds__(kThreads)
     mark_ranges_kernel(const __grid_constant__ MeasuredRecords in, int64_t records,
                        const uint8_t* range_of_tile, RangeCounts layout, RangeMask* range_mask,
-                       SumState* counts) {
+                       uint32_t* tile_mask, SumState* counts) {
   __shared__ unsigned s_parcel[kMaxShards], s_alone[kMaxShards], s_met;  // s_parcel: of a single view
   if (threadIdx.x < kMaxShards) s_parcel[threadIdx.x] = s_alone[threadIdx.x] = 0;
   if (threadIdx.x == 0) s_met = 0;
@@ -203,7 +203,10 @@ __global__ void __launch_bounds__(kThreads)
     const bool held = r < records;
     const uint32_t mask =
         sum_over_tiles<RangesMet>(in, r, held, [&](int32_t) { return RangesMet{range_of_tile, 0}; }).mask;
-    if (held) range_mask[r] = mask;
+    if (held) {
+      range_mask[r] = mask;
+      tile_mask[r] = in.cover[r].mask;
+    }
     const int v = held ? in.view_of(r) : 0;
     const unsigned met = __ballot_sync(kAllLanes, mask != 0);
     if (lane == 0 && met) atomicAdd(&s_met, static_cast<unsigned>(__popc(met)));
@@ -239,6 +242,7 @@ void mark_ranges(Frame& frame, int home) {
   const ParcelWords layout = parcel_words(frame, home);
   in.parcel_words = Buffer<SumState>(layout.words(), home);
   in.range_mask = Buffer<RangeMask>(in.count, home);
+  in.tile_mask = Buffer<uint32_t>(in.count, home);
   RangeEnds ends{};
   ends.count = static_cast<int>(frame.ranges.end.size());
   std::copy(frame.ranges.end.begin(), frame.ranges.end.end(), ends.end);
@@ -254,7 +258,7 @@ void mark_ranges(Frame& frame, int home) {
         static_cast<unsigned>(std::min<int64_t>(blocks_for(in.count, kThreads), resident));
     mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
         measured_records(frame, home), in.count, layout.range_of_tile(in.parcel_words.data()), layout.counts,
-        in.range_mask.data(), in.parcel_words.data());
+        in.range_mask.data(), in.tile_mask.data(), in.parcel_words.data());
     KERNEL_CHECK("assign", home, in.count);
   }
   in.half_extent = Buffer<float>();

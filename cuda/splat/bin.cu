@@ -2,8 +2,9 @@
 // bin.cu: records by depth, then a stable split of their tiles by tile: radix sorts of our own (radix.h),
 // three passes of 9 bits over depths that differ by less than a factor of 65,536, two of 8 over tiles. A
 // record's tiles are listed from the 16 bytes that were kept of it where it was measured (cover.h): by stage
-// "project" on a mesh of one shard, else here. Floor: 76 bytes a record, 24 an intersection with 16-bit keys.
-// All sizes are known from the read-back of stage "project".
+// "project". On several shards the owner has a mask of them from the record's home, and walks the tiles of a
+// record without one. Floor: 76 bytes a record, on several shards 80 more, 24 an intersection with 16-bit
+// keys. All sizes are known from the read-back of stage "project".
 #include "splat/bin.h"
 
 #include <algorithm>
@@ -42,35 +43,45 @@ struct BinInput {
 
 // ---- records that came from other shards
 
-__global__ void __launch_bounds__(kThreads)
-    measure_kernel(const __grid_constant__ BinInput in, float2* half_extent, TileCover* cover,
-                   uint32_t* depth_key, unsigned long long* depth_histogram) {
+// By all lanes of a warp: covers of those records whose lanes want it. Not inlined: few records need it, and
+// the others do without its registers.
+__device__ __noinline__ void walk_received(const BinInput& in, int64_t r, bool wanted, TileWalk& shared,
+                                           TileCover* cover) {
+  TileWalk walk{};  // but for the box: patches were counted at home
+  bool met = false;
+  if (wanted) {
+    const Record record = load48(in.record + r);
+    for (int i = 0; i < 4; ++i) walk.rect[i] = record.tile_rect[i];
+    met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
+  }
+  const int v = met && in.num_views > 1 ? in.view[r] : 0;
+  const CoverPart<true> part = walk_tiles(walk, met, in.views, v, CoverPart<true>{in.tiles, 0, 0, 0}, shared);
+  if (wanted) cover[r] = cover_of(walk.rect, part);
+}
+
+__global__ void __launch_bounds__(kThreads, 5)
+    measure_kernel(const __grid_constant__ BinInput in, const uint32_t* tile_mask, float2* half_extent,
+                   TileCover* cover, uint32_t* depth_key, unsigned long long* depth_histogram) {
   __shared__ TileWalk s_walk[kWarps];
   __shared__ unsigned s_histogram[kDepthBins];
   for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) s_histogram[bin] = 0;
   __syncthreads();
   for (int64_t block = blockIdx.x; block * kThreads < in.records; block += gridDim.x) {
     const int64_t r = block * kThreads + threadIdx.x;
-    const bool held = r < in.records;
-    TileWalk walk{};
-    Record record{};
-    float2 half{};
-    bool met = false;
-    if (held) {
-      record = load48(in.record + r);
-      for (int i = 0; i < 4; ++i) walk.rect[i] = record.tile_rect[i];
-      met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
-      if (met) half = half_extent_of(walk.ellipse);
-      walk.box = patch_box(record.mean2d, half);
+    bool walked = false;
+    if (r < in.records) {
+      const uint32_t mask = tile_mask[r];
+      const Record record = load48(in.record + r);
+      math::TileEllipse ellipse;
+      const bool met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse);
+      const uint32_t key = depth_key_of(record.depth);
+      half_extent[r] = met ? half_extent_of(ellipse) : float2{};
+      depth_key[r] = key;
+      atomicAdd(s_histogram + key % kDepthBins, 1u);
+      walked = mask == 0;
+      if (!walked) cover[r] = cover_of(record.tile_rect, CoverPart<true>{in.tiles, __popc(mask), 0, mask});
     }
-    const CoverPart<true> part = walk_tiles(walk, met, in.views, held ? in.view[r] : 0,
-                                            CoverPart<true>{in.tiles, 0, 0, 0}, s_walk[threadIdx.x / kWarp]);
-    if (!held) continue;
-    const uint32_t key = depth_key_of(record.depth);
-    half_extent[r] = half;
-    cover[r] = cover_of(walk.rect, part);
-    depth_key[r] = key;
-    atomicAdd(s_histogram + key % kDepthBins, 1u);
+    if (__any_sync(kAllLanes, walked)) walk_received(in, r, walked, s_walk[threadIdx.x / kWarp], cover);
   }
   __syncthreads();
   for (int bin = threadIdx.x; bin < kDepthBins; bin += kThreads) {
@@ -87,9 +98,10 @@ void measure(const BinInput& in, int self, TileOwner& owner, SumState* depth_his
       std::min<int64_t>(blocks_for(in.records, kThreads),
                         prepare_kernel(reinterpret_cast<const void*>(measure_kernel), kThreads, 0, self)));
   measure_kernel<<<blocks, kThreads, 0, shard_stream(self)>>>(
-      in, reinterpret_cast<float2*>(owner.half_extent.data()), owner.cover.data(), owner.depth_key.data(),
-      depth_histogram);
+      in, owner.tile_mask.data(), reinterpret_cast<float2*>(owner.half_extent.data()), owner.cover.data(),
+      owner.depth_key.data(), depth_histogram);
   KERNEL_CHECK("bin", self, in.records);
+  owner.tile_mask = Buffer<uint32_t>();
 }
 
 // ---- tiles of the records, nearest record first

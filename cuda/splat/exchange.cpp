@@ -30,14 +30,14 @@ void count_received(const std::vector<std::vector<Parcel>>& parcels, int self, T
   }
 }
 
-// Whether owners are told the view of each record.
-bool needs_views(const Frame& frame) {
+// What owners get beside the records.
 #if MGPU_CUDA
-  return frame.views.size() > 1;
+constexpr bool kSendsTiles = true;
+bool needs_views(const Frame& frame) { return frame.views.size() > 1; }
 #else
-  return frame.views.size() > 0;
+constexpr bool kSendsTiles = false;
+bool needs_views(const Frame&) { return true; }
 #endif
-}
 
 // Calls visit(home, owner, parcel) for every parcel that is not empty, in order.
 template <typename Visit>
@@ -67,6 +67,13 @@ void exchange_records(Frame& frame) {
     TileOwner& owner = frame.owners[self];
     owner.record = Buffer<Record>(owner.received(), static_cast<int>(self));
     if (needs_views(frame)) owner.view = Buffer<int32_t>(owner.received(), static_cast<int>(self));
+    if (kSendsTiles) {
+      owner.tile_mask = Buffer<uint32_t>(owner.received(), static_cast<int>(self));
+      bool all_packed = true;  // straight into it
+      for (size_t home = 0; home < shards; ++home)
+        all_packed &= transport().reaches(static_cast<int>(home), static_cast<int>(self));
+      if (!all_packed) zero(owner.tile_mask);
+    }
   }
   for_each_parcel(frame, [&](int home, int owner, Parcel& parcel) {
     TileOwner& to = frame.owners[static_cast<size_t>(owner)];
@@ -144,14 +151,26 @@ std::vector<int64_t> records_of_parcel(const Frame& frame, size_t home, size_t o
 #endif
 }
 
+int64_t bytes_of_record(const Frame& frame, int home, int owner) {
+  int64_t bytes = sizeof(Record);
+  if (kSendsTiles && transport().reaches(home, owner)) {
+    bytes += sizeof(uint32_t);
+    if (needs_views(frame)) bytes += sizeof(int32_t);
+  }
+  return bytes;
+}
+
 int64_t exchanged_bytes(const Frame& frame) {
-  int64_t records = 0;
-  for (size_t home = 0; home < frame.parcels.size(); ++home) {
-    for (size_t owner = 0; owner < frame.parcels[home].size(); ++owner) {
-      if (home != owner) records += frame.parcels[home][owner].count;
+  int64_t bytes = 0;
+  const int shards = static_cast<int>(frame.homes.size());
+  for (int home = 0; home < shards; ++home) {
+    for (int owner = 0; owner < shards; ++owner) {
+      if (home == owner) continue;
+      bytes += frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)].count *
+               bytes_of_record(frame, home, owner);
     }
   }
-  return records * static_cast<int64_t>(sizeof(Record));
+  return bytes;
 }
 
 }  // namespace mgpu::splat

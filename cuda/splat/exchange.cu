@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // exchange.cu: packing records for the owners of their tiles, and adding up what comes back: a thread a
 // record of the home, there and back in the same blocks of 256. All sizes are known from the read-back of
-// stage "assign". Floor: 52 bytes a record and 48 a record that is sent; back, 52 and 48.
+// stage "assign". Floor: 56 bytes a record and 52 a record that is sent; back, 52 and 48.
 #include "splat/exchange.h"
 
 #include <vector>
@@ -92,26 +92,62 @@ __device__ __forceinline__ void copy48(const float4* from, float4* to, int count
 
 // ---- pack, at home
 
-struct ParcelTarget {          // by range
-  Record* record[kMaxShards];  // perhaps on another GPU
-  int32_t* view[kMaxShards];   // null: their owner does it, or there is a single one
+struct PackSource {
+  const Record* record;
+  const int32_t* view;  // of several views
+  const RangeMask* range_mask;
+  const uint32_t* tile_mask;
+  int64_t records;
+  const View* views;
+  int num_views;
+  const uint8_t* range_of_tile;
+  int ranges;
+
+  // Of the record's mask of tiles, the bits of the range's.
+  __device__ __forceinline__ uint32_t tiles_of_range(int64_t i, int range) const {
+    const View& view_of = views[num_views > 1 ? view[i] : 0];
+    const uint16_t* const rect = record[i].tile_rect;
+    const int columns = rect[2] - rect[0];
+    const uint8_t* const corner =
+        range_of_tile + view_of.tile_begin + int64_t{rect[1]} * view_of.tiles_x + rect[0];
+    uint32_t of_range = 0;
+    for (uint32_t left = tile_mask[i]; left; left &= left - 1) {
+      const int bit = __ffs(left) - 1, row = bit / columns;
+      if (corner[int64_t{row} * view_of.tiles_x + bit - row * columns] == range) of_range |= 1u << bit;
+    }
+    return of_range;
+  }
+};
+
+// By range; perhaps on another GPU.
+struct ParcelTarget {
+  Record* record[kMaxShards];
+  uint32_t* tile_mask[kMaxShards];  // null: not wanted; so are views
+  int32_t* view[kMaxShards];
 };
 
 // state: of ParcelWords.
-__global__ void __launch_bounds__(kThreads)
-    pack_kernel(const Record* record, const int32_t* view, const RangeMask* range_mask, int64_t records,
-                int ranges, SumState* state, const __grid_constant__ ParcelTarget out) {
+__global__ void __launch_bounds__(kThreads, 5)
+    pack_kernel(const __grid_constant__ PackSource in, SumState* state,
+                const __grid_constant__ ParcelTarget out) {
   __shared__ float4 s_record[3 * kStaged];
+  __shared__ uint32_t s_tiles[kStaged];
   __shared__ int32_t s_view[kStaged];
   __shared__ BlockPlaces places;
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const uint32_t mask = i < records ? range_mask[i] : 0;
+  const int ranges = in.ranges;
+  const uint32_t mask = i < in.records ? in.range_mask[i] : 0;
+  uint32_t tiles = 0;
   Record mine;
-  if (mask) mine = load48(record + i);
+  if (mask) {
+    mine = load48(in.record + i);
+    tiles = in.tile_mask[i];
+  }
   const auto begin_of = [&](int range, int total) {
     return sum_of_blocks_before(state + int64_t{range} * gridDim.x, blockIdx.x, total);
   };
   find_places(mask, ranges, begin_of, places);
+  const bool in_several = (mask & (mask - 1)) != 0;
   for (int first = 0; first < ranges;) {
     const int end = end_of_group(places, ranges, first);
     for (int range = first, at = 0; range < end; at += places.total[range++]) {
@@ -119,7 +155,8 @@ __global__ void __launch_bounds__(kThreads)
       const int place = at + place_in(places, mask, range);
       if (!(mask >> range & 1u)) continue;
       store48(reinterpret_cast<Record*>(s_record) + place, mine);
-      if (out.view[range]) s_view[place] = view[i];
+      if (out.tile_mask[range]) s_tiles[place] = in_several ? in.tiles_of_range(i, range) : tiles;
+      if (out.view[range]) s_view[place] = in.view[i];
     }
     __syncthreads();
     for (int range = first, at = 0; range < end; at += places.total[range++]) {
@@ -127,6 +164,8 @@ __global__ void __launch_bounds__(kThreads)
       if (total == 0) continue;
       const int64_t begin = places.begin[range];
       copy48(s_record + 3 * at, reinterpret_cast<float4*>(out.record[range] + begin), total);
+      if (out.tile_mask[range] && threadIdx.x < total)
+        out.tile_mask[range][begin + threadIdx.x] = s_tiles[at + threadIdx.x];
       if (out.view[range] && threadIdx.x < total)
         out.view[range][begin + threadIdx.x] = s_view[at + threadIdx.x];
     }
@@ -205,14 +244,25 @@ void pack(Frame& frame, int home, const std::vector<Record*>& targets) {
     const int to = frame.ranges.owner[static_cast<size_t>(range)];
     TileOwner& owner = frame.owners[static_cast<size_t>(to)];
     target.record[range] = targets[static_cast<size_t>(to)];
-    if (frame.views.size() > 1 && transport().reaches(home, to))
-      target.view[range] = owner.view.data() + owner.peer_begin[static_cast<size_t>(home)];
+    if (!transport().reaches(home, to)) continue;
+    const int64_t begin = owner.peer_begin[static_cast<size_t>(home)];
+    target.tile_mask[range] = owner.tile_mask.data() + begin;
+    if (frame.views.size() > 1) target.view[range] = owner.view.data() + begin;
   }
   const ParcelWords layout = parcel_words(frame, home);
+  const PackSource source{in.record.data(),
+                          in.view.data(),
+                          in.range_mask.data(),
+                          in.tile_mask.data(),
+                          in.count,
+                          frame.constants[static_cast<size_t>(home)].views,
+                          static_cast<int>(frame.views.size()),
+                          layout.range_of_tile(in.parcel_words.data()),
+                          ranges};
   pack_kernel<<<blocks_for(in.count, kThreads), kThreads, 0, shard_stream(home)>>>(
-      in.record.data(), in.view.data(), in.range_mask.data(), in.count, ranges,
-      in.parcel_words.data() + layout.states(), target);
+      source, in.parcel_words.data() + layout.states(), target);
   KERNEL_CHECK("pack", home, in.count);
+  in.tile_mask = Buffer<uint32_t>();
 }
 
 void fill_views(Frame& frame, int self) {

@@ -106,8 +106,9 @@ struct ShardRecords {
   // home; several shards: bit r is set if range r has a tile of the record. Host: until it is packed; CUDA:
   // says which records a parcel has, there and back
   Buffer<RangeMask> range_mask;
-  Buffer<float> half_extent;  // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
-  Buffer<TileCover> cover;    // home; the same: all tiles of the record
+  Buffer<float> half_extent;   // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
+  Buffer<TileCover> cover;     // home; the same: all tiles of the record
+  Buffer<uint32_t> tile_mask;  // home; CUDA, several shards, from stage "assign" until packed: their `mask`
   Buffer<unsigned long long> parcel_words;  // home; CUDA, several shards: ParcelWords (assign_kernels.h)
   CullCounts culled;
 };
@@ -142,11 +143,14 @@ struct TileOwner {
   std::vector<int64_t> peer_begin;  // [shards + 1]: received records by home, in row order
   Buffer<Record> record;            // owner; received
   Buffer<int32_t> view;             // owner
-  Buffer<float> half_extent;        // owner; [records, 2] pixels, where alpha can reach 1/255
-  Buffer<int64_t> slot_begin;       // owner; [records + 1]
-  Buffer<TileEntry> entry;          // owner; tile by tile, front to back; host flavour
-  Buffer<int64_t> tile_begin;       // owner; [tiles + 1], into entry
-  Buffer<float> transmittance;      // owner; [tiles, 256] after the last contribution
+  // owner; CUDA, several shards, until stage "bin" is done: which tiles of the record's rectangle are met and
+  // the owner's, as in TileCover. 0: not known
+  Buffer<uint32_t> tile_mask;
+  Buffer<float> half_extent;    // owner; [records, 2] pixels, where alpha can reach 1/255
+  Buffer<int64_t> slot_begin;   // owner; [records + 1]
+  Buffer<TileEntry> entry;      // owner; tile by tile, front to back; host flavour
+  Buffer<int64_t> tile_begin;   // owner; [tiles + 1], into entry
+  Buffer<float> transmittance;  // owner; [tiles, 256] after the last contribution
   Buffer<int32_t>
       contributors;      // owner; [tiles, 256] 1 + position in the tile's list of the last contribution
   Buffer<float> pixels;  // owner; [tiles, 4, 256] rgb and depth, planar; freed once images are assembled

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "splat/culled.h"
+#include "splat/exchange.h"
 #include "splat/frame.h"
 
 namespace mgpu::splat {
@@ -56,7 +57,7 @@ void count_links(Frame& frame) {
     for (int owner = 0; owner < shards; ++owner) {
       if (home == owner) continue;
       const int64_t count = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)].count;
-      links.records.add(home, owner, count * static_cast<int64_t>(sizeof(Record)));
+      links.records.add(home, owner, count * bytes_of_record(frame, home, owner));
       links.records_sent += count;
     }
   }
@@ -87,11 +88,12 @@ void count_links(Frame& frame) {
 void count_returned(Frame& frame) {
   const int shards = static_cast<int>(frame.homes.size());
   if (shards == 1) return;
-  static_assert(sizeof(RecordGrad) == sizeof(Record));
   LinkBytes returned(shards);
   for (int home = 0; home < shards; ++home) {
-    for (int owner = 0; owner < shards; ++owner)
-      returned.add(owner, home, frame.links.records.at(home, owner));
+    for (int owner = 0; owner < shards; ++owner) {
+      const int64_t count = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)].count;
+      returned.add(owner, home, count * static_cast<int64_t>(sizeof(RecordGrad)));
+    }
   }
   frame.links.gradients = returned;
   std::lock_guard<std::mutex> lock(totals_mutex());
