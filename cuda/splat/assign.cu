@@ -330,7 +330,9 @@ void assign_tiles(Frame& frame) {
   }
   frame.ranges = choose_ranges(run_counts.data(), static_cast<int>(shards), layout.tiles, layout.run);
 
-  for_each_shard("assign", [&](const Shard& shard) { mark_ranges(frame, shard.index); });
+  for_each_shard(
+      "assign", [&](const Shard& shard) { mark_ranges(frame, shard.index); }, Access::kLocal,
+      Launch::kSideBySide);
 
   // meanwhile: exact sums of what the runs of each range hold
   std::vector<int64_t> pairs(static_cast<size_t>(shards), 0), patches(static_cast<size_t>(shards), 0);

@@ -398,9 +398,10 @@ void bin_owner(const Frame& frame, int self, TileOwner& owner) {
 }  // namespace
 
 void bin_records(Frame& frame) {
-  for_each_shard("bin", [&](const Shard& shard) {
+  const auto work = [&](const Shard& shard) {
     bin_owner(frame, shard.index, frame.owners[static_cast<size_t>(shard.index)]);
-  });
+  };
+  for_each_shard("bin", work, Access::kLocal, Launch::kSideBySide);
 }
 
 int64_t intersection_count(const Frame& frame) {

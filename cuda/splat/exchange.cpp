@@ -93,7 +93,7 @@ void exchange_records(Frame& frame) {
       [&](const Shard& shard) {
         flavour::pack(frame, shard.index, target[static_cast<size_t>(shard.index)]);
       },
-      crosses ? Access::kExchange : Access::kLocal);
+      crosses ? Access::kExchange : Access::kLocal, Launch::kSideBySide);
   transport().ship("exchange", shipments);
   for_each_shard("exchange", [&](const Shard& shard) { flavour::fill_views(frame, shard.index); });
   for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.record = Buffer<Record>(); });  // delivered
@@ -131,7 +131,7 @@ void return_gradients(Frame& frame) {
       [&](const Shard& shard) {
         flavour::collect(frame, shard.index, part[static_cast<size_t>(shard.index)]);
       },
-      crosses ? Access::kExchange : Access::kLocal);
+      crosses ? Access::kExchange : Access::kLocal, Launch::kSideBySide);
   for_each_parcel(frame, [](int, int, Parcel& parcel) { parcel.grad = Buffer<RecordGrad>(); });
   for (TileOwner& owner : frame.owners) owner.record_grad = Buffer<RecordGrad>();
 }
