@@ -88,6 +88,7 @@ class SplatAdam:
 
         self.statistics: RowStatistics | None = None
         """What steps add up for default densification; a strategy that wants it puts it here."""
+        table.optimizers.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Refuse copies and pickles: their frames and history would be another optimizer's."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,8 @@ class SplatTable:
 
         init()
         self.cells = native().TableCells()
+        self.optimizers: weakref.WeakSet[SplatAdam] = weakref.WeakSet()
+        """Those that were made of this table and are still there."""
         for name, shape in column_shapes(num_rows, int(sh_degree)).items():
             dtype = torch.float16 if half and name == "shN" else torch.float32
             setattr(self, name, nn.Parameter(reserve(shape, self._capacity, dtype)))
@@ -411,10 +414,12 @@ class SplatTable:
                 first stretch to the first range, the second to the second, and so on in rounds. All but empty ranges begin at
                 multiples of 256 rows, and so does every stretch. `partition.stripes.deal` deals to the homes of a mesh.
             stripe: rows of a stretch at most, but for the rounding.
-        Raises: ValueError for ranges that do not fit.
+        Raises: ValueError for ranges that do not fit, if an optimizer of this table has gradients pending, or if one has taken
+            steps and none is given.
         """
         if optimizer is not None:
             optimizer.flush()
+        self._check_followed("reorder", optimizer)
         native().reorder(
             self.columns(),
             None if optimizer is None else optimizer.state(),
@@ -422,6 +427,20 @@ class SplatTable:
             deal=[(int(begin), int(end)) for begin, end in deal],
             stripe=int(stripe),
         )
+
+    def _check_followed(self, what: str, optimizer: SplatAdam | None) -> None:
+        """Raise ValueError if what an optimizer has of rows that are about to move would stay behind."""
+        others = [other for other in self.optimizers if other is not optimizer]
+        if any(other.pending for other in others):
+            raise ValueError(
+                f"{what}() with gradients pending in an optimizer of this table: call its step() or zero_pending() first, "
+                f"then {what}(optimizer)."
+            )
+        if optimizer is None and any(other.steps for other in others):
+            raise ValueError(
+                f"{what}() without the table's optimizer, whose moments must follow the rows: call {what}(optimizer), or "
+                "delete an optimizer that is no longer used."
+            )
 
     def resize(self, rows: int, *, capacity: int | None = None) -> None:
         """Have exactly `rows` rows, as before loading a checkpoint: parameters keep their identity, not their address.

@@ -115,6 +115,37 @@ def test_reorder_of_nothing_and_of_one_place() -> None:
     )
 
 
+def test_rows_do_not_move_away_from_gradients_and_moments() -> None:
+    """Pending gradients, and moments, of an optimizer that was not given went to whichever rows then had those numbers."""
+    table = table_of(random_columns(50, 3))
+    adam, another = SplatAdam(table, {"sh0": 0.1}), SplatAdam(table, {})
+    means = table.means.detach().cpu()
+    (image,) = render(table, camera_of(random_twin_camera(4, 40, 30)), optimizer=adam)
+    image.rgb.square().sum().backward()
+    for given in (None, another):
+        with pytest.raises(
+            ValueError, match=r"gradients pending .*: call its step\(\) or zero_pending\(\) first"
+        ):
+            table.reorder(given)
+    adam.step()
+    with pytest.raises(ValueError, match=r"without the table's optimizer, .*: call reorder\(optimizer\)"):
+        table.reorder()
+    assert torch.equal(table.means.detach().cpu(), means)
+    colors = table.sh0.detach().cpu()
+    table.reorder(adam)
+    assert torch.equal(table.sh0.detach().cpu(), colors[slow_order(means)])
+
+
+def test_an_optimizer_that_is_gone_is_not_missed() -> None:
+    """Nor is one that has taken no step: it has nothing of a row."""
+    table = table_of(random_columns(50, 3))
+    adam, fresh = SplatAdam(table, {"sh0": 0.1}), SplatAdam(table, {})
+    adam.step()
+    del adam
+    table.reorder()
+    assert fresh.steps == 0
+
+
 @pytest.mark.parametrize("far", [1e4, 1e30])
 def test_a_few_rows_far_out_do_not_make_the_order_coarse(far: float) -> None:
     """Four rows of 5,000 lie far away; the others come in as good an order as without them."""
