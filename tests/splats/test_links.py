@@ -18,7 +18,8 @@ from ns_mgpu_splat.device import native
 from ns_mgpu_splat.splats.loss import l1_ssim_loss
 
 LRS = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "sh0": 2.5e-3, "shN": 1e-4}
-RECORD_BYTES = 48
+RECORD_BYTES, GRADIENT_BYTES = 48, 48
+BESIDE_RECORD = 8  # on GPUs that reach each other: which tiles and, of several views, which view
 TILE, WINDOWS = 16, 10  # pixels; two windows of D-SSIM reach so far
 VIEWS = [scenes.random_twin_camera(i, *size) for i, size in enumerate([(330, 190), (64, 48)])]
 
@@ -32,6 +33,21 @@ def total(matrix: list[list[int]]) -> int:
     return sum(map(sum, matrix))
 
 
+def bytes_sent(records: list[list[int]]) -> list[list[int]]:
+    """What so many records come to on their way, of two views."""
+    ns_mgpu_splat.init()
+    reaches = torch.mgpu.mesh().peer_matrix if native().flavour == "cuda" else ()  # type: ignore[attr-defined]
+    return [
+        [n * (RECORD_BYTES + (BESIDE_RECORD if reaches and reaches[s][o] else 0)) for o, n in enumerate(row)]
+        for s, row in enumerate(records)
+    ]
+
+
+def records_of(gradients: list[list[int]]) -> list[list[int]]:
+    """[home][owner], of the bytes that came back."""
+    return [[size // GRADIENT_BYTES for size in column] for column in zip(*gradients, strict=True)]
+
+
 def frame_of(columns: dict[str, torch.Tensor]):
     """A frame rendered for its way back."""
     table = scenes.table_of(columns)
@@ -42,12 +58,16 @@ def frame_of(columns: dict[str, torch.Tensor]):
 
 def test_records_are_those_that_left_their_home() -> None:
     count = shards()
-    frame, _ = frame_of(scenes.random_columns(4000, 1))
+    frame, images = frame_of(scenes.random_columns(4000, 1))
+    native().splat_backward(frame, [(torch.ones_like(rgb), None, None) for rgb, _, _ in images])
     links, counts = frame.links(), frame.counts()
-    assert total(links["records"]) == counts["exchanged_bytes"] == RECORD_BYTES * links["records_sent"]
+    sent = records_of(links["gradients"])
+    assert total(sent) == links["records_sent"]
+    assert links["records"] == bytes_sent(sent)
+    assert total(links["records"]) == counts["exchanged_bytes"]
     assert all(links["records"][s][s] == 0 for s in range(count))
     assert links["visible_rows"] == sum(counts["visible"])
-    into = [sum(row[owner] for row in links["records"]) // RECORD_BYTES for owner in range(count)]
+    into = [sum(row[owner] for row in sent) for owner in range(count)]
     assert all(received >= remote for received, remote in zip(counts["received"], into, strict=True))
     assert links["remote_rows"] <= min(links["records_sent"], links["visible_rows"])
     assert (links["remote_rows"] == 0) == (links["records_sent"] == 0)
@@ -62,7 +82,8 @@ def test_gradients_take_the_records_way_back() -> None:
     frame_grads = [(torch.ones_like(rgb), None, None) for rgb, _, _ in images]
     native().splat_backward(frame, frame_grads)
     links = frame.links()
-    assert links["gradients"] == [list(column) for column in zip(*links["records"], strict=True)]
+    assert total(links["gradients"]) == GRADIENT_BYTES * links["records_sent"]
+    assert links["records"] == bytes_sent(records_of(links["gradients"]))
 
 
 def test_load_is_pairs_and_tiles() -> None:
