@@ -155,6 +155,45 @@ def test_sparse_layouts_are_refused_in_words() -> None:
         torch.empty(3, 3, device="mgpu", layout=torch.sparse_csr)
 
 
+def compressed(layout: torch.layout) -> torch.Tensor:
+    blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    return torch.eye(4).to_sparse(layout=layout, blocksize=blocks)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
+def test_a_move_of_a_sparse_tensor_is_refused_in_words(name: str) -> None:
+    """Torch made the compressed ones of three strided tensors without asking the device, and they could not be printed."""
+    tensor = compressed(getattr(torch, name))
+    said = (
+        f"Device mgpu has strided tensors only, and got layout {name.title().replace('_', '')}. Use to_dense"
+    )
+    for move in (
+        lambda: tensor.to("mgpu"),
+        lambda: tensor.mgpu(),
+        lambda: tensor.to("mgpu", torch.float64),
+        lambda: repr(torch.empty_like(tensor, device="mgpu")),  # torch's own kernel makes it
+        lambda: tensor.clone().requires_grad_().to("mgpu"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            move()
+    same(tensor.to_dense().to("mgpu"), torch.eye(4))
+    assert torch.equal(tensor.to(torch.float64).to_dense(), torch.eye(4, dtype=torch.float64))  # as before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_tensor_of_strided_ones_is_refused_in_words() -> None:
+    rows, columns, values = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.ones(2)
+    for make in (
+        lambda: torch.sparse_csr_tensor(rows, columns, values, (2, 2), device="mgpu"),
+        lambda: torch.sparse_csr_tensor(rows.to("mgpu"), columns.to("mgpu"), values.to("mgpu"), (2, 2)),
+        lambda: torch.sparse_coo_tensor(torch.stack([rows[:2], columns]), values, (2, 2), device="mgpu"),
+    ):
+        with pytest.raises(RuntimeError, match="Device mgpu has strided tensors only, and got layout Sparse"):
+            make()
+    assert torch.sparse_csr_tensor(rows, columns, values, (2, 2)).values().tolist() == [1.0, 1.0]
+
+
 def test_an_unsupported_numpy_view_is_refused_as_on_cuda() -> None:
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
         ROWS.to("mgpu").numpy()
