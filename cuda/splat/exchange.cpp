@@ -162,12 +162,11 @@ int64_t bytes_of_record(const Frame& frame, int home, int owner) {
 
 int64_t exchanged_bytes(const Frame& frame) {
   int64_t bytes = 0;
-  const int shards = static_cast<int>(frame.homes.size());
-  for (int home = 0; home < shards; ++home) {
-    for (int owner = 0; owner < shards; ++owner) {
+  for (size_t home = 0; home < frame.parcels.size(); ++home) {
+    const std::vector<Parcel>& parcels = frame.parcels[home];  // none, of a frame that was only projected
+    for (size_t owner = 0; owner < parcels.size(); ++owner) {
       if (home == owner) continue;
-      bytes += frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)].count *
-               bytes_of_record(frame, home, owner);
+      bytes += parcels[owner].count * bytes_of_record(frame, static_cast<int>(home), static_cast<int>(owner));
     }
   }
   return bytes;
