@@ -12,6 +12,8 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName, LocalWriter
 from tyro.conf import Suppress
 
+from ns_mgpu_splat.nerfstudio.open_line import OpenLine
+
 kLineEvery = 10.0  # seconds between lines that stay, where the output is no terminal
 kHeldOut = "Eval Images Metrics/psnr"
 
@@ -29,7 +31,7 @@ class ProgressWriterConfig(LocalWriterConfig):
 
 
 class ProgressWriter(LocalWriter):
-    """Rewrites one line in a terminal; in a log file it writes one now and then."""
+    """Rewrites one line in a terminal, which other output ends; in a log file it writes one now and then."""
 
     def __init__(self, config: ProgressWriterConfig, banner_messages: list[str] | None = None) -> None:
         super().__init__(config, banner_messages)
@@ -38,6 +40,7 @@ class ProgressWriter(LocalWriter):
         self.last_line = 0.0
         self.finished = False
         self.terminal = sys.stdout.isatty()
+        self.open_line = OpenLine()
         if banner_messages:
             print(*banner_messages, sep="\n")
 
@@ -60,7 +63,7 @@ class ProgressWriter(LocalWriter):
             return
         now = time.monotonic()
         if self.terminal:
-            print(f"\r\033[K{self.line(step)}", end="", flush=True)
+            self.open_line.rewrite(self.line(step))
         elif now - self.last_line >= kLineEvery or step == 0:
             self.last_line = now
             print(self.line(step), flush=True)
@@ -71,8 +74,11 @@ class ProgressWriter(LocalWriter):
         It has no steps a second, which would be those of the latest steps: the trainer then says those of the whole run.
         """
         if self.latest and not self.finished:
-            start = "\r\033[K" if self.terminal else ""
-            print(f"{start}{self.line(step, rate=False)}", flush=True)
+            if self.terminal:
+                self.open_line.rewrite(self.line(step, rate=False))
+            else:
+                print(self.line(step, rate=False), flush=True)
+        self.open_line.end()
         self.finished = True
 
     def line(self, step: int, rate: bool = True) -> str:
