@@ -32,6 +32,31 @@ struct MeasuredRecords {
   __device__ __forceinline__ int view_of(int64_t r) const { return num_views > 1 ? view[r] : 0; }
 };
 
+// What a View says of tiles, in registers: behind an atomic, memory would be read again.
+struct ViewTiles {
+  const int32_t* position_from_tile;
+  int64_t tile_begin;
+  int tiles_x;
+
+  __device__ __forceinline__ explicit ViewTiles(const View& view)
+      : position_from_tile(view.position_from_tile), tile_begin(view.tile_begin), tiles_x(view.tiles_x) {}
+  __device__ __forceinline__ int tile_at(int x, int y) const { return y * tiles_x + x; }
+};
+
+// Places in the mask of a rectangle of tiles, row by row.
+struct MaskPlaces {
+  int columns;
+  float inverse;
+
+  __device__ __forceinline__ explicit MaskPlaces(int across)
+      : columns(across), inverse(1.f / static_cast<float>(across)) {}
+  // Exact: there are at most kSmallTiles places, so the quotient is 1/64 off a whole number at least.
+  __device__ __forceinline__ int row_of(int bit) const {
+    return static_cast<int>((static_cast<float>(bit) + 0.5f) * inverse);
+  }
+};
+static_assert(kSmallTiles <= 32);
+
 MeasuredRecords measured_records(const Frame& frame, int home) {
   const ShardRecords& in = frame.shards[static_cast<size_t>(home)];
   return {in.record.data(),
@@ -44,8 +69,8 @@ MeasuredRecords measured_records(const Frame& frame, int home) {
 
 // By all lanes of a warp: what the tiles of each lane's record come to. A record of few tiles is its own
 // lane's, from its mask; a larger one is walked by all. A Sum starts out as start(number of tiles); it has
-// add(view, box, x, y) for a tile, done() behind a lane's last one, and over_warp(), the total of all lanes'
-// parts.
+// add(tiles, box, x, y) for a tile, done_by_warp() behind all lanes' last ones, and over_warp(), the total of
+// all lanes' parts.
 template <typename Sum, typename Start>
 __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t r, bool held,
                                               const Start& start) {
@@ -57,29 +82,31 @@ __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t
   const bool large = columns * (cover.tile_rect[3] - cover.tile_rect[1]) > kSmallTiles;
   Sum own = start(cover.count);
   if (!large && cover.count > 0) {
-    const View& view = in.views[in.view_of(r)];
+    const ViewTiles tiles(in.views[in.view_of(r)]);
     const PatchBox box = patch_box(in.record[r].mean2d, in.half_extent[r]);
+    const MaskPlaces places(columns);
     for (uint32_t left = cover.mask; left; left &= left - 1) {
-      const int bit = __ffs(left) - 1;
-      own.add(view, box, cover.tile_rect[0] + bit % columns, cover.tile_rect[1] + bit / columns);
+      const int bit = __ffs(left) - 1, row = places.row_of(bit);
+      own.add(tiles, box, cover.tile_rect[0] + bit - row * columns, cover.tile_rect[1] + row);
     }
-    own.done();
   }
+  own.done_by_warp();
   for (unsigned left = __ballot_sync(kAllLanes, large && cover.count > 0); left; left &= left - 1) {
     const int source = __ffs(left) - 1;
     const int64_t of = __shfl_sync(kAllLanes, r, source);
     Sum part = start(__shfl_sync(kAllLanes, cover.count, source));
     const Record record = load48(in.record + of);
     const View& view = in.views[in.view_of(of)];
+    const ViewTiles tiles(view);
     const PatchBox box = patch_box(record.mean2d, in.half_extent[of]);
     math::TileEllipse ellipse;
     if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
       for (int y = record.tile_rect[1] + lane; y < record.tile_rect[3]; y += kWarp) {
         const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
-        for (int x = span.begin; x < span.end; ++x) part.add(view, box, x, y);
+        for (int x = span.begin; x < span.end; ++x) part.add(tiles, box, x, y);
       }
     }
-    part.done();
+    part.done_by_warp();
     part = part.over_warp();
     if (lane == source) own = part;
   }
@@ -94,7 +121,9 @@ struct RunSums {
   uint32_t pairs[kMostRuns], shares[kMostRuns], patches[kMostRuns];
 };
 
-// Tiles of a record come in rows, and neighbours are mostly of one run: these are added at once.
+// Tiles of a record come in rows, and neighbours are mostly of one run: these are added at once. So are those
+// of the warp's records, which are neighbours too: 32 lanes that add to one address would wait for each
+// other.
 struct AddToRuns {
   RunSums* sums;
   int shift;  // of a position: its run
@@ -102,22 +131,36 @@ struct AddToRuns {
   int32_t run;
   uint32_t pairs, patches;
 
-  __device__ __forceinline__ void add(const View& view, const PatchBox& box, int x, int y) {
-    const auto at = static_cast<int32_t>(view.position_of(int64_t{y} * view.tiles_x + x) >> shift);
+  __device__ __forceinline__ void add(const ViewTiles& tiles, const PatchBox& box, int x, int y) {
+    const int64_t position = tiles.tile_begin + tiles.position_from_tile[tiles.tile_at(x, y)];
+    const auto at = static_cast<int32_t>(position >> shift);
     if (at != run) {
-      done();
+      put(run, pairs, pairs * share, patches);
+      pairs = patches = 0;
       run = at;
     }
     ++pairs;
     const int32_t met = box.in_span(y, x, x + 1);
     if (met > 0) patches += static_cast<uint32_t>(met);
   }
-  __device__ __forceinline__ void done() {
-    if (pairs) {
-      atomicAdd(sums->pairs + run, pairs);
-      atomicAdd(sums->shares + run, pairs * share);
+  __device__ __forceinline__ void put(int32_t to, uint32_t more_pairs, uint32_t shares,
+                                      uint32_t more_patches) const {
+    if (more_pairs) {
+      atomicAdd(sums->pairs + to, more_pairs);
+      atomicAdd(sums->shares + to, shares);
     }
-    if (patches) atomicAdd(sums->patches + run, patches);
+    if (more_patches) atomicAdd(sums->patches + to, more_patches);
+  }
+  __device__ __forceinline__ void done_by_warp() {
+    for (unsigned left = __ballot_sync(kAllLanes, pairs > 0); left;) {
+      const int32_t to = __shfl_sync(kAllLanes, run, __ffs(left) - 1);
+      const bool of_it = pairs > 0 && run == to;
+      left &= ~__ballot_sync(kAllLanes, of_it);
+      const uint32_t all_pairs = __reduce_add_sync(kAllLanes, of_it ? pairs : 0);
+      const uint32_t all_shares = __reduce_add_sync(kAllLanes, of_it ? pairs * share : 0);
+      const uint32_t all_patches = __reduce_add_sync(kAllLanes, of_it ? patches : 0);
+      if (threadIdx.x % kWarp == 0) put(to, all_pairs, all_shares, all_patches);
+    }
     pairs = patches = 0;
   }
   __device__ __forceinline__ AddToRuns over_warp() const { return *this; }
@@ -134,8 +177,11 @@ __global__ void __launch_bounds__(kThreads)
   int64_t held = 0;
   for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
   held = held < room ? held : room;
-  for (int64_t block = blockIdx.x; block * kThreads < held; block += gridDim.x) {
-    const int64_t r = block * kThreads + threadIdx.x;
+  // A block has neighbours, so that it meets few runs and has few sums to add to memory.
+  const int64_t pieces = (held + kThreads - 1) / kThreads;
+  const int64_t first = pieces * blockIdx.x / gridDim.x, end = pieces * (blockIdx.x + 1) / gridDim.x;
+  for (int64_t piece = first; piece < end; ++piece) {
+    const int64_t r = piece * kThreads + threadIdx.x;
     sum_over_tiles<AddToRuns>(in, r, r < held, [&](int32_t tiles) {
       const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
       return AddToRuns{&sums, shift, static_cast<uint32_t>(share_of(one)), 0, 0, 0};
@@ -179,10 +225,10 @@ struct RangesMet {
   const uint8_t* range_of_tile;
   uint32_t mask;
 
-  __device__ __forceinline__ void add(const View& view, const PatchBox&, int x, int y) {
-    mask |= 1u << range_of_tile[view.tile_begin + int64_t{y} * view.tiles_x + x];
+  __device__ __forceinline__ void add(const ViewTiles& tiles, const PatchBox&, int x, int y) {
+    mask |= 1u << range_of_tile[tiles.tile_begin + tiles.tile_at(x, y)];
   }
-  __device__ __forceinline__ void done() {}
+  __device__ __forceinline__ void done_by_warp() {}
   __device__ __forceinline__ RangesMet over_warp() const {
     return {range_of_tile, __reduce_or_sync(kAllLanes, mask)};
   }

@@ -30,14 +30,18 @@ struct BinInput {
   int64_t records;
   RowRange tiles;
   bool several;  // owners: tiles are along a curve, and those of a record may be others'
+  // With several owners and a single view its places along the curve, in the arguments: what a loop reads for
+  // each pair; else null.
+  const int32_t* only_positions;
 
   __device__ __forceinline__ const View& view_of(int64_t r) const {
     return views[num_views > 1 ? view[r] : 0];
   }
-  // Place in the owner's range of a tile, which is counted row by row: from the range's begin, or, if there
-  // are several owners, from the first one of its view.
-  __device__ __forceinline__ int64_t place_of(int64_t tile, const View& view) const {
-    return several ? view.position_of(tile) - tiles.begin : tile;
+  // Place in the owner's range of a record's tile, which is counted row by row: from the range's begin, or,
+  // if there are several owners, from the first one of its view.
+  __device__ __forceinline__ int64_t place_of(int64_t tile, int64_t r) const {
+    if (!several) return tile;
+    return (only_positions ? only_positions[tile] : view_of(r).position_of(tile)) - tiles.begin;
   }
 };
 
@@ -249,7 +253,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t tile = __shfl_sync(kAllLanes, corner, source) + row * row_tiles + bit - row * width;
       const int64_t place = base + __shfl_sync(kAllLanes, begin[k], source) + ordinal;
       const int32_t of = __shfl_sync(kAllLanes, record[k], source);
-      if (pair < small_total) put(place, in.several ? in.place_of(tile, in.view_of(of)) : tile, of);
+      if (pair < small_total) put(place, in.place_of(tile, of), of);
     }
   }
 
@@ -278,7 +282,7 @@ __global__ void __launch_bounds__(kThreads)
           const int pair = start + lane, source = last_lane_at(width_before, pair);
           const int64_t tile =
               __shfl_sync(kAllLanes, row_first, source) + pair - __shfl_sync(kAllLanes, width_before, source);
-          const int64_t to = pair < rows_total ? in.place_of(tile, view) : -1;
+          const int64_t to = pair < rows_total ? in.place_of(tile, of.record) : -1;
           const bool mine = to >= 0 && to < in.tiles.size();
           const unsigned lanes = __ballot_sync(kAllLanes, mine);
           const int32_t ordinal = listed + __popc(lanes & ((1u << lane) - 1u));
@@ -379,13 +383,17 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
 }
 
 void bin_owner(const Frame& frame, int self, TileOwner& owner) {
-  const BinInput in{received_records(frame, self),
-                    received_views(frame, self),
-                    frame.constants[static_cast<size_t>(self)].views,
-                    static_cast<int>(frame.views.size()),
-                    owner.received(),
-                    owner.tiles,
-                    frame.homes.size() > 1};
+  const ShardConstants& constants = frame.constants[static_cast<size_t>(self)];
+  const bool several = frame.homes.size() > 1;
+  const BinInput in{
+      received_records(frame, self),
+      received_views(frame, self),
+      constants.views,
+      static_cast<int>(frame.views.size()),
+      owner.received(),
+      owner.tiles,
+      several,
+      several && frame.views.size() == 1 ? constants.curves[0]->position_from_tile.data() : nullptr};
   if (owner.tiles.size() < int64_t{1} << 16)
     list_tiles<uint16_t>(in, self, owner);
   else
