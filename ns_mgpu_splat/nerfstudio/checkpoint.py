@@ -240,7 +240,8 @@ def find(folder: Path, step: int | None = None) -> Path:
         if at == step:
             return path
     raise CheckpointError(
-        f"{folder} has no checkpoint of step {step}, but of {', '.join(str(s) for s, _ in there)}."
+        f"{folder} has no step-{step:09d}.ckpt, but {', '.join(path.name for _, path in there)}. --load-step takes the number "
+        "in the name, which is one less than the steps that it has had."
     )
 
 

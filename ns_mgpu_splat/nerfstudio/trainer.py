@@ -261,7 +261,7 @@ class MgpuSplatTrainer(Trainer):
             else ""
         )
         CONSOLE.print(
-            f"Resuming at step {self._start_step:,} with {self.pipeline.model.num_points:,} Gaussians from "
+            f"Resuming after step {self._start_step:,} with {self.pipeline.model.num_points:,} Gaussians from "
             f"{state['path']}{moved}.",
             markup=False,
             soft_wrap=True,
@@ -288,7 +288,7 @@ class MgpuSplatTrainer(Trainer):
         self._init_viewer_state()
         if self._start_step >= end:
             CONSOLE.print(
-                f"The checkpoint is already at step {self._start_step:,}: nothing to train up to {end:,}. Raise "
+                f"The checkpoint has {self._start_step:,} steps already: nothing to train up to {end:,}. Raise "
                 "--max-num-iterations to go on."
             )
             self.step = self._start_step - 1

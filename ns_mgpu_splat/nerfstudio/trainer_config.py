@@ -97,7 +97,8 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
     """Go on from the newest checkpoint in this folder: nerfstudio_models of an earlier run. Its other options must be given
     again, or come with --load-config of its config.yml; a run that is interrupted prints the whole command."""
     load_step: int | None = None
-    """Go on from the checkpoint of this step in load-dir, instead of the newest."""
+    """Go on from the checkpoint in load-dir with this number in its name, instead of the newest. It is one less than the number
+    of steps that it has had: 1999 is the one that 2,000 steps have left."""
     load_checkpoint: Path | None = None
     """Go on from this checkpoint; a file, where load-dir is a folder."""
     load_scheduler: bool = True

@@ -298,7 +298,11 @@ def test_missing_checkpoints_are_refused_with_a_hint(tmp_path: Path) -> None:
     checkpoint.save({"pipeline": {}, "step": 9}, folder, 9, True)
     assert f"Did you mean {folder}?" in train(tmp_path, tmp_path / "out", load_dir=folder.parent)
     assert "does not exist" in train(tmp_path, tmp_path / "out", load_checkpoint=tmp_path / "no.ckpt")
-    assert "but of 9" in train(tmp_path, tmp_path / "out", load_dir=folder, load_step=7)
+    said = train(tmp_path, tmp_path / "out", load_dir=folder, load_step=7)
+    assert (
+        "has no step-000000007.ckpt, but step-000000009.ckpt. --load-step takes the number in the name"
+        in said
+    )
 
 
 def test_skipping_bad_images_leaves_them_out_and_says_so(

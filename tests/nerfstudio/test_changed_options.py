@@ -80,7 +80,7 @@ def test_they_are_the_last_that_is_said_of_a_resumed_run(
     monkeypatch.setattr("ns_mgpu_splat.nerfstudio.trainer.shard_names", lambda: ("cpu:0",))
     MgpuSplatTrainer._load_checkpoint(run)
     resuming, options = capsys.readouterr().out.splitlines()
-    assert resuming == f"Resuming at step 60 with 1,500 Gaussians from {path}."
+    assert resuming == f"Resuming after step 60 with 1,500 Gaussians from {path}."
     assert options.startswith("This run has other options than the one it goes on from: ")
     assert options == config.other_options
 
