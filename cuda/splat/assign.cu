@@ -67,21 +67,49 @@ MeasuredRecords measured_records(const Frame& frame, int home) {
           static_cast<int>(frame.views.size())};
 }
 
-// By all lanes of a warp: what the tiles of each lane's record come to. A record of few tiles is its own
-// lane's, from its mask; a larger one is walked by all. A Sum starts out as start(number of tiles); it has
-// add(tiles, box, x, y) for a tile, done_by_warp() behind all lanes' last ones, and over_warp(), the total of
-// all lanes' parts.
+constexpr int kHugeTiles = 256;  // a rectangle of more is the whole block's
+
+// What threads of a block have of records that all of it walks.
+struct HugeRecords {
+  int count;
+  int32_t thread[kThreads];  // whose it is
+  uint32_t word[kThreads];   // by thread: what the walk found
+};
+
+// By a thread of `threads`: its part of a record's tiles, a row of tiles at a time. Not inlined: few records
+// need it, and the others do without its registers.
+template <typename Sum>
+__device__ __noinline__ void add_rows(const MeasuredRecords& in, int64_t of, int thread, int threads,
+                                      Sum& part) {
+  const Record record = load48(in.record + of);
+  const View& view = in.views[in.view_of(of)];
+  const ViewTiles tiles(view);
+  const PatchBox box = patch_box(record.mean2d, in.half_extent[of]);
+  math::TileEllipse ellipse;
+  if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return;
+  for (int y = record.tile_rect[1] + thread; y < record.tile_rect[3]; y += threads) {
+    const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
+    for (int x = span.begin; x < span.end; ++x) part.add(tiles, box, x, y);
+  }
+}
+
+// By all threads of a block, the lane's record r being the block's first one and threadIdx.x: what the tiles
+// of each thread's record come to. A record of few tiles is its own thread's, from its mask; a larger one is
+// walked by the warp, and a huge one by the block: a few of these would keep everybody waiting. A Sum starts
+// out as start(number of tiles); it has add(tiles, box, x, y) for a tile, done_by_warp() behind all lanes'
+// last ones, over_warp(), the total of all lanes' parts, and for a huge record's share put(word) and
+// take(word).
 template <typename Sum, typename Start>
 __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t r, bool held,
-                                              const Start& start) {
+                                              const Start& start, HugeRecords& huge) {
   const int lane = threadIdx.x % kWarp;
   uint4 words{};
   if (held) words = *reinterpret_cast<const uint4*>(in.cover + r);
   const TileCover& cover = reinterpret_cast<const TileCover&>(words);
   const int columns = cover.tile_rect[2] - cover.tile_rect[0];
-  const bool large = columns * (cover.tile_rect[3] - cover.tile_rect[1]) > kSmallTiles;
+  const int in_rectangle = cover.count > 0 ? columns * (cover.tile_rect[3] - cover.tile_rect[1]) : 0;
   Sum own = start(cover.count);
-  if (!large && cover.count > 0) {
+  if (in_rectangle > 0 && in_rectangle <= kSmallTiles) {
     const ViewTiles tiles(in.views[in.view_of(r)]);
     const PatchBox box = patch_box(in.record[r].mean2d, in.half_extent[r]);
     const MaskPlaces places(columns);
@@ -91,25 +119,32 @@ __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t
     }
   }
   own.done_by_warp();
-  for (unsigned left = __ballot_sync(kAllLanes, large && cover.count > 0); left; left &= left - 1) {
+  const bool of_block = in_rectangle > kHugeTiles, of_warp = in_rectangle > kSmallTiles && !of_block;
+  for (unsigned left = __ballot_sync(kAllLanes, of_warp); left; left &= left - 1) {
     const int source = __ffs(left) - 1;
-    const int64_t of = __shfl_sync(kAllLanes, r, source);
     Sum part = start(__shfl_sync(kAllLanes, cover.count, source));
-    const Record record = load48(in.record + of);
-    const View& view = in.views[in.view_of(of)];
-    const ViewTiles tiles(view);
-    const PatchBox box = patch_box(record.mean2d, in.half_extent[of]);
-    math::TileEllipse ellipse;
-    if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
-      for (int y = record.tile_rect[1] + lane; y < record.tile_rect[3]; y += kWarp) {
-        const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
-        for (int x = span.begin; x < span.end; ++x) part.add(tiles, box, x, y);
-      }
-    }
+    add_rows(in, __shfl_sync(kAllLanes, r, source), lane, kWarp, part);
     part.done_by_warp();
     part = part.over_warp();
     if (lane == source) own = part;
   }
+  if (!__syncthreads_or(of_block)) return own;
+  if (threadIdx.x == 0) huge.count = 0;
+  huge.word[threadIdx.x] = 0;
+  __syncthreads();
+  if (of_block) huge.thread[atomicAdd(&huge.count, 1)] = static_cast<int32_t>(threadIdx.x);
+  __syncthreads();
+  for (int k = 0; k < huge.count; ++k) {
+    const int thread = huge.thread[k];
+    const int64_t of = r - threadIdx.x + thread;
+    Sum part = start(in.cover[of].count);
+    add_rows(in, of, static_cast<int>(threadIdx.x), kThreads, part);
+    part.done_by_warp();
+    part = part.over_warp();
+    if (lane == 0) part.put(huge.word[thread]);
+  }
+  __syncthreads();
+  if (of_block) own.take(huge.word[threadIdx.x]);
   return own;
 }
 
@@ -135,7 +170,7 @@ struct AddToRuns {
     const int64_t position = tiles.tile_begin + tiles.position_from_tile[tiles.tile_at(x, y)];
     const auto at = static_cast<int32_t>(position >> shift);
     if (at != run) {
-      put(run, pairs, pairs * share, patches);
+      add_to(run, pairs, pairs * share, patches);
       pairs = patches = 0;
       run = at;
     }
@@ -143,8 +178,8 @@ struct AddToRuns {
     const int32_t met = box.in_span(y, x, x + 1);
     if (met > 0) patches += static_cast<uint32_t>(met);
   }
-  __device__ __forceinline__ void put(int32_t to, uint32_t more_pairs, uint32_t shares,
-                                      uint32_t more_patches) const {
+  __device__ __forceinline__ void add_to(int32_t to, uint32_t more_pairs, uint32_t shares,
+                                         uint32_t more_patches) const {
     if (more_pairs) {
       atomicAdd(sums->pairs + to, more_pairs);
       atomicAdd(sums->shares + to, shares);
@@ -159,11 +194,13 @@ struct AddToRuns {
       const uint32_t all_pairs = __reduce_add_sync(kAllLanes, of_it ? pairs : 0);
       const uint32_t all_shares = __reduce_add_sync(kAllLanes, of_it ? pairs * share : 0);
       const uint32_t all_patches = __reduce_add_sync(kAllLanes, of_it ? patches : 0);
-      if (threadIdx.x % kWarp == 0) put(to, all_pairs, all_shares, all_patches);
+      if (threadIdx.x % kWarp == 0) add_to(to, all_pairs, all_shares, all_patches);
     }
     pairs = patches = 0;
   }
   __device__ __forceinline__ AddToRuns over_warp() const { return *this; }
+  __device__ __forceinline__ void put(uint32_t&) const {}
+  __device__ __forceinline__ void take(uint32_t) {}
 };
 
 // count: [runs] TileCount; patches: [runs]; added to.
@@ -171,21 +208,21 @@ __global__ void __launch_bounds__(kThreads)
     count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const SumState* records, int64_t room,
                        int shift, uint32_t share, int runs, unsigned long long* count, uint32_t* patches) {
   __shared__ RunSums sums;
+  __shared__ HugeRecords huge;
   for (int run = threadIdx.x; run < runs; run += kThreads)
     sums.pairs[run] = sums.shares[run] = sums.patches[run] = 0;
   __syncthreads();
   int64_t held = 0;
   for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
   held = held < room ? held : room;
-  // A block has neighbours, so that it meets few runs and has few sums to add to memory.
-  const int64_t pieces = (held + kThreads - 1) / kThreads;
-  const int64_t first = pieces * blockIdx.x / gridDim.x, end = pieces * (blockIdx.x + 1) / gridDim.x;
-  for (int64_t piece = first; piece < end; ++piece) {
-    const int64_t r = piece * kThreads + threadIdx.x;
-    sum_over_tiles<AddToRuns>(in, r, r < held, [&](int32_t tiles) {
+  // In turn: neighbours have as many tiles as each other, and blocks of neighbours would be long and short.
+  for (int64_t block = blockIdx.x; block * kThreads < held; block += gridDim.x) {
+    const int64_t r = block * kThreads + threadIdx.x;
+    const auto start = [&](int32_t tiles) {
       const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
       return AddToRuns{&sums, shift, static_cast<uint32_t>(share_of(one)), 0, 0, 0};
-    });
+    };
+    sum_over_tiles<AddToRuns>(in, r, r < held, start, huge);
   }
   __syncthreads();
   for (int run = threadIdx.x; run < runs; run += kThreads) {
@@ -232,6 +269,8 @@ struct RangesMet {
   __device__ __forceinline__ RangesMet over_warp() const {
     return {range_of_tile, __reduce_or_sync(kAllLanes, mask)};
   }
+  __device__ __forceinline__ void put(uint32_t& word) const { atomicOr(&word, mask); }
+  __device__ __forceinline__ void take(uint32_t word) { mask = word; }
 };
 
 // counts: RangeCounts, zero before.
@@ -243,12 +282,13 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x < kMaxShards) s_parcel[threadIdx.x] = s_alone[threadIdx.x] = 0;
   if (threadIdx.x == 0) s_met = 0;
   __syncthreads();
+  __shared__ HugeRecords huge;
   const int lane = threadIdx.x % kWarp;
   for (int64_t block = blockIdx.x; block * kThreads < records; block += gridDim.x) {
     const int64_t r = block * kThreads + threadIdx.x;
     const bool held = r < records;
-    const uint32_t mask =
-        sum_over_tiles<RangesMet>(in, r, held, [&](int32_t) { return RangesMet{range_of_tile, 0}; }).mask;
+    const auto start = [&](int32_t) { return RangesMet{range_of_tile, 0}; };
+    const uint32_t mask = sum_over_tiles<RangesMet>(in, r, held, start, huge).mask;
     if (held) {
       range_mask[r] = mask;
       tile_mask[r] = in.cover[r].mask;
