@@ -9,7 +9,8 @@ rows:
     links         who reaches whose memory, bandwidth of copies and of kernels' reads, forking and joining, moving pages
     strong        milliseconds a step at 1 camera and at as many cameras as GPUs: towns of --millions, from the air and from
                   the street, and with --gardens gsplat's garden replicated (49.3 M: 21)
-    stages        the same by stage (the host waits around each: compare stages, not sums), and bytes over the links
+    stages        the same by stage (the host waits around each: compare stages, not sums), bytes over the links, and the
+                  kernels' time in sum over the GPUs, which --virtual shows as well: what several can gain at most
     equality      images, gradients and one step against one GPU
     caliterra     500 steps on real photographs (in $MGPU_TEST_DATA), for some seeds
     weak          100 M Gaussians a GPU
@@ -460,6 +461,30 @@ def show_stages(rows: list[Row]) -> list[str]:
     return out
 
 
+def show_work(rows: list[Row]) -> list[str]:
+    """Kernels' time and the host's, which are the same whether shards are apart or on one GPU."""
+    found = [row for row in of_part(rows, "stages") if "kernels_ms" in row]
+    if not found:
+        return []
+    out = [
+        "",
+        "work of a step in sum over its GPUs; at most: the speed-up if all have as much of it and nothing waits",
+        f"{'scene':16}{'view':8}{'batch':>6} {'layout':9}{'G':>3}{'kernels ms':>12}{'at most':>9}{'launches':>10}{'host ms':>9}",
+    ]
+    ones = groups(
+        [row for row in found if row["shards"] == 1 and row["layout"] == "placed"], "case", "kind", "batch"
+    )
+    for (case, kind, batch, layout), by_shards in groups(found, "case", "kind", "batch", "layout").items():
+        for shards, row in sorted(by_shards.items()):
+            one = ones.get((case, kind, batch), {}).get(1)
+            most = f"{shards * one['kernels_ms'] / row['kernels_ms']:8.2f}x" if one else f"{'':9}"
+            out.append(
+                f"{case:16}{kind:8}{batch:6d} {layout:9}{shards:3d}{row['kernels_ms']:12.3f}{most}{row['launches']:10.0f}"
+                f"{row['host_ms']:9.3f}"
+            )
+    return out
+
+
 def show_weak(rows: list[Row]) -> list[str]:
     """Milliseconds and efficiency: time of one GPU with one camera over that of G with G."""
     found = of_part(rows, "weak")
@@ -532,7 +557,7 @@ def show(result: Row) -> str:
         f"{result['machine']}, torch {result['torch']}, {result['date']}, meshes {result['meshes']}",
         *([result["memory"]] if result["memory"] else []),
     ]
-    out += show_strong(rows) + show_stages(rows) + show_weak(rows) + show_rest(rows)
+    out += show_strong(rows) + show_stages(rows) + show_work(rows) + show_weak(rows) + show_rest(rows)
     for problem in result["problems"]:
         name = f"{problem['part']} G={problem['shards']} {problem.get('case', '')}".strip()
         out.append(f"{name}: {problem.get('failed') or 'left out: ' + problem['left_out']}")

@@ -7,6 +7,7 @@ A part runs in a process of its own that scaling.py starts: `prepare` does what 
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -236,6 +237,50 @@ def sort_into_stripes(scene: Scene, shards: int) -> None:
     scene.table.reorder(scene.adam, deal=homes, stripe=stripe_rows(rows, shards))
 
 
+# ---- work: what does not depend on whether shards run side by side
+
+
+def host_times(scene: Scene, steps: list[list[Any]]) -> dict[str, float]:
+    """`host_ms`: what a step's calls take the thread that issues them, without its waits for the GPUs."""
+    before = os.environ.get("MGPU_STAGE_TIMES")
+    os.environ["MGPU_STAGE_TIMES"] = "host"
+    stages = stage_times(scene, steps)["stages"]
+    if before is None:
+        del os.environ["MGPU_STAGE_TIMES"]
+    else:
+        os.environ["MGPU_STAGE_TIMES"] = before
+    return {"host_ms": sum(ms for stage, ms in stages.items() if stage != "wait")}
+
+
+def kernel_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
+    """`kernels_ms`, by torch's profiler: kernels, copies and fills of a step, in sum over all shards; `launches` of them, and
+    `kernels`, each one's milliseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    before = os.environ.pop("MGPU_STAGE_TIMES", None)
+    scene.step(steps[0])
+    mgpu().synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for cameras in steps:
+            scene.step(cameras)
+        everything_done()
+    if before is not None:
+        os.environ["MGPU_STAGE_TIMES"] = before
+    kernels: dict[str, float] = {}
+    launches = 0
+    for event in profiled.key_averages():
+        if event.device_time_total > 0:
+            name = event.key.replace("(anonymous namespace)::", "").replace("mgpu::splat::", "")
+            name = name.removeprefix("void ").split("(")[0].split("<")[0]
+            kernels[name] = kernels.get(name, 0.0) + event.device_time_total / 1e3 / len(steps)
+            launches += event.count
+    return {
+        "kernels_ms": sum(kernels.values()),
+        "launches": launches / len(steps),
+        "kernels": {name: round(ms, 4) for name, ms in sorted(kernels.items(), key=lambda item: -item[1])},
+    }
+
+
 # ---- the parts
 
 
@@ -392,7 +437,8 @@ class Stages(Strong):
                     mgpu().reset_link_stats()
                     times = stage_times(scene, steps)
                     links = link_figures(mgpu().link_stats(reset=True), len(steps))
-                    yield head | {"kind": kind, "batch": batch} | times | links
+                    work = host_times(scene, steps) | kernel_times(scene, steps) if on_gpus() else {}
+                    yield head | {"kind": kind, "batch": batch} | times | links | work
         if scene is not None:
             scene.close()
 

@@ -161,6 +161,29 @@ def test_differences_are_seen() -> None:
     assert scaling.differences(one, other)["gradient"] == float("inf")
 
 
+def test_what_several_gpus_can_gain_at_most() -> None:
+    """Two GPUs whose kernels take 5 ms in sum, where one takes 4, can be 1.6 times as fast."""
+
+    def row(shards: int, layout: str, kernels: float) -> dict[str, Any]:
+        head = {
+            "part": "stages",
+            "shards": shards,
+            "case": "town",
+            "kind": "aerial",
+            "batch": 1,
+            "layout": layout,
+        }
+        return head | {"kernels_ms": kernels, "launches": 23.0 * shards, "host_ms": 0.4 * shards}
+
+    lines = scaling.show_work([row(1, "placed", 4.0), row(1, "unsorted", 7.0), row(2, "striped", 5.0)])
+    assert [line.split() for line in lines[3:]] == [
+        ["town", "aerial", "1", "placed", "1", "4.000", "1.00x", "23", "0.400"],
+        ["town", "aerial", "1", "unsorted", "1", "7.000", "0.57x", "23", "0.400"],
+        ["town", "aerial", "1", "striped", "2", "5.000", "1.60x", "46", "0.800"],
+    ]
+    assert scaling.show_work([]) == []
+
+
 def test_a_part_that_fails_or_does_not_fit_leaves_the_rest(tmp_path: Path) -> None:
     """The size of images is impossible for one part; a whole second is no time for any."""
     command = [
