@@ -32,31 +32,6 @@ struct MeasuredRecords {
   __device__ __forceinline__ int view_of(int64_t r) const { return num_views > 1 ? view[r] : 0; }
 };
 
-// What a View says of tiles, in registers: behind an atomic, memory would be read again.
-struct ViewTiles {
-  const int32_t* position_from_tile;
-  int64_t tile_begin;
-  int tiles_x;
-
-  __device__ __forceinline__ explicit ViewTiles(const View& view)
-      : position_from_tile(view.position_from_tile), tile_begin(view.tile_begin), tiles_x(view.tiles_x) {}
-  __device__ __forceinline__ int tile_at(int x, int y) const { return y * tiles_x + x; }
-};
-
-// Places in the mask of a rectangle of tiles, row by row.
-struct MaskPlaces {
-  int columns;
-  float inverse;
-
-  __device__ __forceinline__ explicit MaskPlaces(int across)
-      : columns(across), inverse(1.f / static_cast<float>(across)) {}
-  // Exact: there are at most kSmallTiles places, so the quotient is 1/64 off a whole number at least.
-  __device__ __forceinline__ int row_of(int bit) const {
-    return static_cast<int>((static_cast<float>(bit) + 0.5f) * inverse);
-  }
-};
-static_assert(kSmallTiles <= 32);
-
 MeasuredRecords measured_records(const Frame& frame, int home) {
   const ShardRecords& in = frame.shards[static_cast<size_t>(home)];
   return {in.record.data(),
@@ -67,84 +42,47 @@ MeasuredRecords measured_records(const Frame& frame, int home) {
           static_cast<int>(frame.views.size())};
 }
 
-constexpr int kHugeTiles = 256;  // a rectangle of more is the whole block's
-
-// What threads of a block have of records that all of it walks.
-struct HugeRecords {
-  int count;
-  int32_t thread[kThreads];  // whose it is
-  uint32_t word[kThreads];   // by thread: what the walk found
-};
-
-// By a thread of `threads`: its part of a record's tiles, a row of tiles at a time. Not inlined: few records
-// need it, and the others do without its registers.
-template <typename Sum>
-__device__ __noinline__ void add_rows(const MeasuredRecords& in, int64_t of, int thread, int threads,
-                                      Sum& part) {
-  const Record record = load48(in.record + of);
-  const View& view = in.views[in.view_of(of)];
-  const ViewTiles tiles(view);
-  const PatchBox box = patch_box(record.mean2d, in.half_extent[of]);
-  math::TileEllipse ellipse;
-  if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return;
-  for (int y = record.tile_rect[1] + thread; y < record.tile_rect[3]; y += threads) {
-    const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
-    for (int x = span.begin; x < span.end; ++x) part.add(tiles, box, x, y);
-  }
-}
-
-// By all threads of a block, the lane's record r being the block's first one and threadIdx.x: what the tiles
-// of each thread's record come to. A record of few tiles is its own thread's, from its mask; a larger one is
-// walked by the warp, and a huge one by the block: a few of these would keep everybody waiting. A Sum starts
-// out as start(number of tiles); it has add(tiles, box, x, y) for a tile, done_by_warp() behind all lanes'
-// last ones, over_warp(), the total of all lanes' parts, and for a huge record's share put(word) and
-// take(word).
+// By all lanes of a warp: what the tiles of each lane's record come to. A record of few tiles is its own
+// lane's, from its mask; a larger one is walked by all. A Sum starts out as start(number of tiles); it has
+// add(view, box, x, y) for a tile, done() behind a lane's last one, and over_warp(), the total of all lanes'
+// parts.
 template <typename Sum, typename Start>
 __device__ __forceinline__ Sum sum_over_tiles(const MeasuredRecords& in, int64_t r, bool held,
-                                              const Start& start, HugeRecords& huge) {
+                                              const Start& start) {
   const int lane = threadIdx.x % kWarp;
   uint4 words{};
   if (held) words = *reinterpret_cast<const uint4*>(in.cover + r);
-  const TileCover& cover = reinterpret_cast<const TileCover&>(words);
+  const TileCover cover = std::bit_cast<TileCover>(words);
   const int columns = cover.tile_rect[2] - cover.tile_rect[0];
-  const int in_rectangle = cover.count > 0 ? columns * (cover.tile_rect[3] - cover.tile_rect[1]) : 0;
+  const bool large = columns * (cover.tile_rect[3] - cover.tile_rect[1]) > kSmallTiles;
   Sum own = start(cover.count);
-  if (in_rectangle > 0 && in_rectangle <= kSmallTiles) {
-    const ViewTiles tiles(in.views[in.view_of(r)]);
+  if (!large && cover.count > 0) {
+    const View& view = in.views[in.view_of(r)];
     const PatchBox box = patch_box(in.record[r].mean2d, in.half_extent[r]);
-    const MaskPlaces places(columns);
     for (uint32_t left = cover.mask; left; left &= left - 1) {
-      const int bit = __ffs(left) - 1, row = places.row_of(bit);
-      own.add(tiles, box, cover.tile_rect[0] + bit - row * columns, cover.tile_rect[1] + row);
+      const int bit = __ffs(left) - 1;
+      own.add(view, box, cover.tile_rect[0] + bit % columns, cover.tile_rect[1] + bit / columns);
     }
+    own.done();
   }
-  own.done_by_warp();
-  const bool of_block = in_rectangle > kHugeTiles, of_warp = in_rectangle > kSmallTiles && !of_block;
-  for (unsigned left = __ballot_sync(kAllLanes, of_warp); left; left &= left - 1) {
+  for (unsigned left = __ballot_sync(kAllLanes, large && cover.count > 0); left; left &= left - 1) {
     const int source = __ffs(left) - 1;
+    const int64_t of = __shfl_sync(kAllLanes, r, source);
     Sum part = start(__shfl_sync(kAllLanes, cover.count, source));
-    add_rows(in, __shfl_sync(kAllLanes, r, source), lane, kWarp, part);
-    part.done_by_warp();
+    const Record record = load48(in.record + of);
+    const View& view = in.views[in.view_of(of)];
+    const PatchBox box = patch_box(record.mean2d, in.half_extent[of]);
+    math::TileEllipse ellipse;
+    if (math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) {
+      for (int y = record.tile_rect[1] + lane; y < record.tile_rect[3]; y += kWarp) {
+        const math::TileSpan span = math::tile_span_of(ellipse, view, record.tile_rect, y);
+        for (int x = span.begin; x < span.end; ++x) part.add(view, box, x, y);
+      }
+    }
+    part.done();
     part = part.over_warp();
     if (lane == source) own = part;
   }
-  if (!__syncthreads_or(of_block)) return own;
-  if (threadIdx.x == 0) huge.count = 0;
-  huge.word[threadIdx.x] = 0;
-  __syncthreads();
-  if (of_block) huge.thread[atomicAdd(&huge.count, 1)] = static_cast<int32_t>(threadIdx.x);
-  __syncthreads();
-  for (int k = 0; k < huge.count; ++k) {
-    const int thread = huge.thread[k];
-    const int64_t of = r - threadIdx.x + thread;
-    Sum part = start(in.cover[of].count);
-    add_rows(in, of, static_cast<int>(threadIdx.x), kThreads, part);
-    part.done_by_warp();
-    part = part.over_warp();
-    if (lane == 0) part.put(huge.word[thread]);
-  }
-  __syncthreads();
-  if (of_block) own.take(huge.word[threadIdx.x]);
   return own;
 }
 
@@ -156,9 +94,7 @@ struct RunSums {
   uint32_t pairs[kMostRuns], shares[kMostRuns], patches[kMostRuns];
 };
 
-// Tiles of a record come in rows, and neighbours are mostly of one run: these are added at once. So are those
-// of the warp's records, which are neighbours too: 32 lanes that add to one address would wait for each
-// other.
+// Tiles of a record come in rows, and neighbours are mostly of one run: these are added at once.
 struct AddToRuns {
   RunSums* sums;
   int shift;  // of a position: its run
@@ -166,41 +102,25 @@ struct AddToRuns {
   int32_t run;
   uint32_t pairs, patches;
 
-  __device__ __forceinline__ void add(const ViewTiles& tiles, const PatchBox& box, int x, int y) {
-    const int64_t position = tiles.tile_begin + tiles.position_from_tile[tiles.tile_at(x, y)];
-    const auto at = static_cast<int32_t>(position >> shift);
+  __device__ __forceinline__ void add(const View& view, const PatchBox& box, int x, int y) {
+    const auto at = static_cast<int32_t>(view.position_of(int64_t{y} * view.tiles_x + x) >> shift);
     if (at != run) {
-      add_to(run, pairs, pairs * share, patches);
-      pairs = patches = 0;
+      done();
       run = at;
     }
     ++pairs;
     const int32_t met = box.in_span(y, x, x + 1);
     if (met > 0) patches += static_cast<uint32_t>(met);
   }
-  __device__ __forceinline__ void add_to(int32_t to, uint32_t more_pairs, uint32_t shares,
-                                         uint32_t more_patches) const {
-    if (more_pairs) {
-      atomicAdd(sums->pairs + to, more_pairs);
-      atomicAdd(sums->shares + to, shares);
+  __device__ __forceinline__ void done() {
+    if (pairs) {
+      atomicAdd(sums->pairs + run, pairs);
+      atomicAdd(sums->shares + run, pairs * share);
     }
-    if (more_patches) atomicAdd(sums->patches + to, more_patches);
-  }
-  __device__ __forceinline__ void done_by_warp() {
-    for (unsigned left = __ballot_sync(kAllLanes, pairs > 0); left;) {
-      const int32_t to = __shfl_sync(kAllLanes, run, __ffs(left) - 1);
-      const bool of_it = pairs > 0 && run == to;
-      left &= ~__ballot_sync(kAllLanes, of_it);
-      const uint32_t all_pairs = __reduce_add_sync(kAllLanes, of_it ? pairs : 0);
-      const uint32_t all_shares = __reduce_add_sync(kAllLanes, of_it ? pairs * share : 0);
-      const uint32_t all_patches = __reduce_add_sync(kAllLanes, of_it ? patches : 0);
-      if (threadIdx.x % kWarp == 0) add_to(to, all_pairs, all_shares, all_patches);
-    }
+    if (patches) atomicAdd(sums->patches + run, patches);
     pairs = patches = 0;
   }
   __device__ __forceinline__ AddToRuns over_warp() const { return *this; }
-  __device__ __forceinline__ void put(uint32_t&) const {}
-  __device__ __forceinline__ void take(uint32_t) {}
 };
 
 // count: [runs] TileCount; patches: [runs]; added to.
@@ -208,21 +128,18 @@ __global__ void __launch_bounds__(kThreads)
     count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const SumState* records, int64_t room,
                        int shift, uint32_t share, int runs, unsigned long long* count, uint32_t* patches) {
   __shared__ RunSums sums;
-  __shared__ HugeRecords huge;
   for (int run = threadIdx.x; run < runs; run += kThreads)
     sums.pairs[run] = sums.shares[run] = sums.patches[run] = 0;
   __syncthreads();
   int64_t held = 0;
   for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
   held = held < room ? held : room;
-  // In turn: neighbours have as many tiles as each other, and blocks of neighbours would be long and short.
   for (int64_t block = blockIdx.x; block * kThreads < held; block += gridDim.x) {
     const int64_t r = block * kThreads + threadIdx.x;
-    const auto start = [&](int32_t tiles) {
+    sum_over_tiles<AddToRuns>(in, r, r < held, [&](int32_t tiles) {
       const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
       return AddToRuns{&sums, shift, static_cast<uint32_t>(share_of(one)), 0, 0, 0};
-    };
-    sum_over_tiles<AddToRuns>(in, r, r < held, start, huge);
+    });
   }
   __syncthreads();
   for (int run = threadIdx.x; run < runs; run += kThreads) {
@@ -262,15 +179,13 @@ struct RangesMet {
   const uint8_t* range_of_tile;
   uint32_t mask;
 
-  __device__ __forceinline__ void add(const ViewTiles& tiles, const PatchBox&, int x, int y) {
-    mask |= 1u << range_of_tile[tiles.tile_begin + tiles.tile_at(x, y)];
+  __device__ __forceinline__ void add(const View& view, const PatchBox&, int x, int y) {
+    mask |= 1u << range_of_tile[view.tile_begin + int64_t{y} * view.tiles_x + x];
   }
-  __device__ __forceinline__ void done_by_warp() {}
+  __device__ __forceinline__ void done() {}
   __device__ __forceinline__ RangesMet over_warp() const {
     return {range_of_tile, __reduce_or_sync(kAllLanes, mask)};
   }
-  __device__ __forceinline__ void put(uint32_t& word) const { atomicOr(&word, mask); }
-  __device__ __forceinline__ void take(uint32_t word) { mask = word; }
 };
 
 // counts: RangeCounts, zero before.
@@ -282,13 +197,12 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x < kMaxShards) s_parcel[threadIdx.x] = s_alone[threadIdx.x] = 0;
   if (threadIdx.x == 0) s_met = 0;
   __syncthreads();
-  __shared__ HugeRecords huge;
   const int lane = threadIdx.x % kWarp;
   for (int64_t block = blockIdx.x; block * kThreads < records; block += gridDim.x) {
     const int64_t r = block * kThreads + threadIdx.x;
     const bool held = r < records;
-    const auto start = [&](int32_t) { return RangesMet{range_of_tile, 0}; };
-    const uint32_t mask = sum_over_tiles<RangesMet>(in, r, held, start, huge).mask;
+    const uint32_t mask =
+        sum_over_tiles<RangesMet>(in, r, held, [&](int32_t) { return RangesMet{range_of_tile, 0}; }).mask;
     if (held) {
       range_mask[r] = mask;
       tile_mask[r] = in.cover[r].mask;

@@ -30,32 +30,16 @@ struct BinInput {
   int64_t records;
   RowRange tiles;
   bool several;  // owners: tiles are along a curve, and those of a record may be others'
-  // With several owners and a single view its places along the curve, in the arguments: what a loop reads for
-  // each pair; else null.
-  const int32_t* only_positions;
-  ViewPatch only_patch;  // then, the owner's tiles: what is walked of large records
 
   __device__ __forceinline__ const View& view_of(int64_t r) const {
     return views[num_views > 1 ? view[r] : 0];
   }
-  // Place in the owner's range of a record's tile, which is counted row by row: from the range's begin, or,
-  // if there are several owners, from the first one of its view.
-  __device__ __forceinline__ int64_t place_of(int64_t tile, int64_t r) const {
-    if (!several) return tile;
-    return (only_positions ? only_positions[tile] : view_of(r).position_of(tile)) - tiles.begin;
+  // Place in the owner's range of a tile, which is counted row by row: from the range's begin, or, if there
+  // are several owners, from the first one of its view.
+  __device__ __forceinline__ int64_t place_of(int64_t tile, const View& view) const {
+    return several ? view.position_of(tile) - tiles.begin : tile;
   }
 };
-
-// The part of a record's rectangle of tiles in which the owner has any.
-__device__ __forceinline__ void cut_to_owner(const BinInput& in, uint16_t rect[4]) {
-  if (!in.only_positions) return;
-  const auto cut = [](int first, int end, uint16_t& from, uint16_t& to) {
-    from = static_cast<uint16_t>(max(static_cast<int>(from), first));
-    to = static_cast<uint16_t>(max(min(static_cast<int>(to), end), static_cast<int>(from)));
-  };
-  cut(in.only_patch.x0, in.only_patch.x1, rect[0], rect[2]);
-  cut(in.only_patch.y0, in.only_patch.y1, rect[1], rect[3]);
-}
 
 // ---- records that came from other shards
 
@@ -68,7 +52,6 @@ __device__ __noinline__ void walk_received(const BinInput& in, int64_t r, bool w
   if (wanted) {
     const Record record = load48(in.record + r);
     for (int i = 0; i < 4; ++i) walk.rect[i] = record.tile_rect[i];
-    cut_to_owner(in, walk.rect);
     met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
   }
   const int v = met && in.num_views > 1 ? in.view[r] : 0;
@@ -200,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kRecords; ++k) {
     const uint4 words = record[k] >= 0 ? *reinterpret_cast<const uint4*>(out.cover + record[k]) : uint4{};
-    cover[k] = reinterpret_cast<const TileCover&>(words);
+    cover[k] = std::bit_cast<TileCover>(words);
   }
   int32_t total = 0;  // of the warp
 #pragma unroll
@@ -266,7 +249,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t tile = __shfl_sync(kAllLanes, corner, source) + row * row_tiles + bit - row * width;
       const int64_t place = base + __shfl_sync(kAllLanes, begin[k], source) + ordinal;
       const int32_t of = __shfl_sync(kAllLanes, record[k], source);
-      if (pair < small_total) put(place, in.place_of(tile, of), of);
+      if (pair < small_total) put(place, in.several ? in.place_of(tile, in.view_of(of)) : tile, of);
     }
   }
 
@@ -275,19 +258,16 @@ __global__ void __launch_bounds__(kThreads)
     const Large of = s_large[k];
     const Record large = load48(in.record + of.record);
     const View& view = in.view_of(of.record);
-    const uint4 words = *reinterpret_cast<const uint4*>(out.cover + of.record);
-    const TileCover& cover_of_it = reinterpret_cast<const TileCover&>(words);
-    const uint16_t* const rect = cover_of_it.tile_rect;
-    const int32_t count = cover_of_it.count;
+    const int32_t count = out.cover[of.record].count;
     math::TileEllipse ellipse;
     int32_t listed = 0;
     if (math::make_tile_ellipse(large.mean2d, large.conic, large.opacity, ellipse)) {
-      for (int top = rect[1]; top < rect[3]; top += kWarp) {
+      for (int top = large.tile_rect[1]; top < large.tile_rect[3]; top += kWarp) {
         const int y = top + lane;
         int64_t row_first = 0;
         int width = 0;
-        if (y < rect[3]) {
-          const math::TileSpan span = math::tile_span_of(ellipse, view, rect, y);
+        if (y < large.tile_rect[3]) {
+          const math::TileSpan span = math::tile_span_of(ellipse, view, large.tile_rect, y);
           row_first = int64_t{y} * view.tiles_x + span.begin;
           if (!in.several) row_first += view.tile_begin - in.tiles.begin;
           width = span.end - span.begin;
@@ -298,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
           const int pair = start + lane, source = last_lane_at(width_before, pair);
           const int64_t tile =
               __shfl_sync(kAllLanes, row_first, source) + pair - __shfl_sync(kAllLanes, width_before, source);
-          const int64_t to = pair < rows_total ? in.place_of(tile, of.record) : -1;
+          const int64_t to = pair < rows_total ? in.place_of(tile, view) : -1;
           const bool mine = to >= 0 && to < in.tiles.size();
           const unsigned lanes = __ballot_sync(kAllLanes, mine);
           const int32_t ordinal = listed + __popc(lanes & ((1u << lane) - 1u));
@@ -399,17 +379,13 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
 }
 
 void bin_owner(const Frame& frame, int self, TileOwner& owner) {
-  const ShardConstants& constants = frame.constants[static_cast<size_t>(self)];
-  const bool several = frame.homes.size() > 1, single = several && frame.views.size() == 1;
   const BinInput in{received_records(frame, self),
                     received_views(frame, self),
-                    constants.views,
+                    frame.constants[static_cast<size_t>(self)].views,
                     static_cast<int>(frame.views.size()),
                     owner.received(),
                     owner.tiles,
-                    several,
-                    single ? constants.curves[0]->position_from_tile.data() : nullptr,
-                    single ? view_patch(frame, static_cast<size_t>(self), 0) : ViewPatch{}};
+                    frame.homes.size() > 1};
   if (owner.tiles.size() < int64_t{1} << 16)
     list_tiles<uint16_t>(in, self, owner);
   else

@@ -75,37 +75,36 @@ TileOwners::TileOwners(const View& view, size_t v, const std::vector<std::vector
   }
 }
 
-ViewPatch view_patch(const Frame& frame, size_t shard, size_t v) {
-  const RowRange tiles = frame.owners[shard].tiles;
-  const View& view = frame.views[v];
-  ViewPatch patch;
-  patch.tiles.begin = std::max(tiles.begin, view.tile_begin);
-  patch.tiles.end = std::min(tiles.end, view.tile_begin + view.tile_count());
-  if (patch.tiles.end <= patch.tiles.begin) {
-    patch.tiles = {};
-    return patch;
-  }
-  patch.x0 = view.tiles_x, patch.y0 = view.tiles_y;
-  const TileCurve* const curve = v < frame.curves.size() ? frame.curves[v].get() : nullptr;
-  for (int64_t position = patch.tiles.begin; position < patch.tiles.end;) {
-    const int64_t place = position - view.tile_begin;
-    if (curve && place % TileCurve::kBoxTiles == 0 && position + TileCurve::kBoxTiles <= patch.tiles.end) {
-      const TileCurve::Box& box = curve->box[static_cast<size_t>(place / TileCurve::kBoxTiles)];
-      widen(patch, box.x0, box.y0, box.x1, box.y1);
-      position += TileCurve::kBoxTiles;
-      continue;
-    }
-    const int tile = static_cast<int>(view.tile_at(position++));
-    const int y = tile / view.tiles_x, x = tile - y * view.tiles_x;
-    widen(patch, x, y, x + 1, y + 1);
-  }
-  return patch;
-}
-
 std::vector<std::vector<ViewPatch>> view_patches(const Frame& frame) {
-  std::vector<std::vector<ViewPatch>> patches(frame.owners.size());
+  std::vector<std::vector<ViewPatch>> patches(frame.owners.size(),
+                                              std::vector<ViewPatch>(frame.views.size()));
   for (size_t shard = 0; shard < frame.owners.size(); ++shard) {
-    for (size_t v = 0; v < frame.views.size(); ++v) patches[shard].push_back(view_patch(frame, shard, v));
+    const RowRange tiles = frame.owners[shard].tiles;
+    for (size_t v = 0; v < frame.views.size(); ++v) {
+      const View& view = frame.views[v];
+      ViewPatch& patch = patches[shard][v];
+      patch.tiles.begin = std::max(tiles.begin, view.tile_begin);
+      patch.tiles.end = std::min(tiles.end, view.tile_begin + view.tile_count());
+      if (patch.tiles.end <= patch.tiles.begin) {
+        patch.tiles = {};
+        continue;
+      }
+      patch.x0 = view.tiles_x, patch.y0 = view.tiles_y;
+      const TileCurve* const curve = v < frame.curves.size() ? frame.curves[v].get() : nullptr;
+      for (int64_t position = patch.tiles.begin; position < patch.tiles.end;) {
+        const int64_t place = position - view.tile_begin;
+        if (curve && place % TileCurve::kBoxTiles == 0 &&
+            position + TileCurve::kBoxTiles <= patch.tiles.end) {
+          const TileCurve::Box& box = curve->box[static_cast<size_t>(place / TileCurve::kBoxTiles)];
+          widen(patch, box.x0, box.y0, box.x1, box.y1);
+          position += TileCurve::kBoxTiles;
+          continue;
+        }
+        const int tile = static_cast<int>(view.tile_at(position++));
+        const int y = tile / view.tiles_x, x = tile - y * view.tiles_x;
+        widen(patch, x, y, x + 1, y + 1);
+      }
+    }
   }
   return patches;
 }

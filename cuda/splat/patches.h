@@ -34,8 +34,6 @@ struct HaloPiece {
   int64_t pixels() const { return int64_t{x1 - x0} * (y1 - y0); }
 };
 
-// Of a shard and a view.
-ViewPatch view_patch(const Frame& frame, size_t shard, size_t v);
 // [shards][views].
 std::vector<std::vector<ViewPatch>> view_patches(const Frame& frame);
 

@@ -84,7 +84,7 @@ def test_a_gibibyte_moves_quickly_both_ways() -> None:
             taken = time.perf_counter() - start
             assert torch.equal(x.cpu(), want)
             # benchmarks/memory.py measures it (0.1 s); here other tests may be running
-            assert MANAGED or turn == 0 or taken < 0.5, f"{taken:.3f} s"
+            assert MANAGED or turn == 0 or taken < 2.0, f"{taken:.3f} s"
 
 
 def test_scattered_pages_come_together_again() -> None:
