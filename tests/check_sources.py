@@ -5,6 +5,7 @@ names of test files, which room may import which."""
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,13 @@ def problems() -> list[str]:
             found.append(
                 f"{name} includes a torch or Python header; glue belongs in cuda/backend or a bindings file."
             )
+        if path.suffix in CXX:
+            found += [
+                f"{name}:{number} reads a value through a reference of another type, which the compiler may take for unset: "
+                "std::bit_cast."
+                for number, line in enumerate(path.read_text().splitlines(), 1)
+                if re.search(r"reinterpret_cast<[^<>]*&>", line)
+            ]
     first: dict[str, str] = {}
     for path in files:
         if path.name.startswith("test_") and path.suffix == ".py":
