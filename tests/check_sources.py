@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about source files that no linter knows: SPDX line, formatting of C++, no torch header in `.cu`, file size,
-names of test files, which room may import which."""
+"""Rules about source files that no linter knows: SPDX line, formatting of C++, no torch header in `.cu`, no value read
+through a reference of another type, file size, names of test files, which room may import which."""
 
 from __future__ import annotations
 
