@@ -10,8 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from ns_mgpu_splat.device import build
+from cuda_headers import headers
 
 pytestmark = pytest.mark.any_mesh
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,21 +23,6 @@ SOURCES = (
     "cuda/memory/tally.cpp",
     "cuda/mesh/mesh.cpp",
 )
-
-
-def headers() -> list[str]:
-    """Folders in which cuda.h is: of a toolkit, or of the wheels that torch comes with."""
-    places = [Path("/usr/local/cuda/include")]
-    for find in (build.cuda_home, build._nvidia_wheels):
-        try:
-            places.append(find() / "include")
-        except build.BuildError:
-            continue
-    return [
-        str(place)
-        for place in places
-        if (place / "cuda_runtime_api.h").is_file() and (place / "cuda.h").is_file()
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_memory_pages import headers
+from cuda_headers import headers
 
 pytestmark = pytest.mark.any_mesh
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA flavour's kernels between shards, without a GPU: tests/cuda/played/check_exchange.cpp. The sources are compiled as
+they are but for what C++ has no word for, launches, shared memory and two instructions of look_back.h."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cuda_headers import headers
+
+pytestmark = pytest.mark.any_mesh
+ROOT = Path(__file__).resolve().parents[2]
+PLAYED = ROOT / "tests" / "cuda" / "played"
+SOURCES = (
+    *(f"splat/{name}.cpp" for name in ("assign", "ranges", "curve", "transport", "exchange", "patches")),
+    "mesh/mesh.cpp",
+)
+LAUNCH = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", re.S)
+DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+
+
+def without_launches(text: str) -> str:
+    """kernel<<<shape>>>(...) as a call, dynamic shared memory as an array, a load and a store that other blocks see as plain
+    ones."""
+    text = DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(played::dynamic_shared);", text)
+    text = LAUNCH.sub(r"played::play([&](const auto&... a) { \1(a...); }, \2)(", text)
+    text = re.sub(r'asm volatile\("ld\.relaxed.*?\);', "value = *state;", text, flags=re.S)
+    return re.sub(r'asm volatile\("st\.relaxed.*?\);', "*state = value;", text, flags=re.S)
+
+
+@pytest.fixture(scope="module")
+def check_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler, found = shutil.which("g++"), headers()
+    if not compiler or not found:
+        pytest.skip("needs g++ and CUDA's headers")
+    folder = tmp_path_factory.mktemp("played")
+    shutil.copytree(ROOT / "cuda", folder / "cuda")
+    for path in [*(folder / "cuda" / "splat").glob("*.cu"), *(folder / "cuda" / "splat").glob("*.h")]:
+        path.write_text(without_launches(path.read_text()))
+    flags = ["-std=c++20", "-O2", "-w", "-DMGPU_CUDA=1", f"-I{PLAYED / 'stub'}", f"-I{folder / 'cuda'}"]
+    flags += [f"-I{found[0]}", "-include", str(PLAYED / "cuda_on_host.h")]
+    sources = [str(PLAYED / "check_exchange.cpp"), *(str(folder / "cuda" / name) for name in SOURCES)]
+    out = folder / "check_exchange"
+    subprocess.run([compiler, *flags, *sources, "-o", str(out), "-lpthread"], check=True)
+    return out
+
+
+def test_owners_have_what_meets_their_tiles_and_homes_what_comes_back(check_exchange: Path) -> None:
+    done = subprocess.run([str(check_exchange)], capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(lines) == 8
+    assert all(line.endswith(": 0 wrong") for line in lines)
