@@ -90,6 +90,7 @@ def init(devices: str | None = None) -> torch.device:
         native_module = native()
         wanted_threshold = config.shard_threshold()
         checked = config.locality_checked()
+        config.check_launch_threads()
         on_gpus = mesh.flavour == "cuda"
         apart, late = config.gpus_apart() and on_gpus, config.late_gpu()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment says about the device: MGPU_DEVICES, MGPU_MEMORY, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY, and two
-variables for tests, MGPU_TEST_APART and MGPU_TEST_LATE_GPU."""
+"""What the environment says about the device: MGPU_DEVICES, MGPU_MEMORY, MGPU_SHARD_THRESHOLD, MGPU_CHECK_LOCALITY,
+MGPU_LAUNCH_THREADS, and two variables for tests, MGPU_TEST_APART and MGPU_TEST_LATE_GPU."""
 
 from __future__ import annotations
 
@@ -105,6 +105,16 @@ def late_gpu() -> tuple[int, int] | None:
     if not found:
         raise ValueError(f"MGPU_TEST_LATE_GPU is {text!r}, expected GPU:MICROSECONDS, as 1:300.")
     return int(found.group(1)), int(found.group(2))
+
+
+def check_launch_threads() -> None:
+    """Refuse a MGPU_LAUNCH_THREADS that the native module would not know: cuda/mesh/lanes.h reads it.
+
+    Raises: ValueError.
+    """
+    text = os.environ.get("MGPU_LAUNCH_THREADS", "")
+    if text not in ("", "0", "shards"):
+        raise ValueError(f"MGPU_LAUNCH_THREADS is {text!r}, expected 0, shards, or nothing.")
 
 
 def _is_on(variable: str) -> bool:

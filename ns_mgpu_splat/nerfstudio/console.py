@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from tyro.conf import Suppress
 from ns_mgpu_splat.nerfstudio.open_line import OpenLine
 
 kLineEvery = 10.0  # seconds between lines that stay, where the output is no terminal
-kHeldOut = "Eval Images Metrics/psnr"
+kHeldOut, kAllHeldOut = "Eval Images Metrics/psnr", "Eval Images Metrics Dict (all images)/psnr"
 
 
 @dataclass
@@ -39,7 +40,7 @@ class ProgressWriter(LocalWriter):
         self.measured: dict[str, int] = {}  # the steps that these are of
         self.last_line = 0.0
         self.finished = False
-        self.terminal = sys.stdout.isatty()
+        self.terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.open_line = OpenLine()
         if banner_messages:
             print(*banner_messages, sep="\n")
@@ -96,7 +97,12 @@ class ProgressWriter(LocalWriter):
         ]
         last = int(writer.GLOBAL_BUFFER["max_iter"])
         seconds = self.latest.get(EventName.ETA.value) if rate else None
-        of_step, held_out_of = self.measured.get("Train Loss", step), self.measured.get(kHeldOut, step)
+        of_step = self.measured.get("Train Loss", step)
+
+        def held_out(name: str, what: str) -> str | None:
+            of = self.measured.get(name, step)
+            return known(name, what + " {:.2f} dB" + f" (step {of + 1:,})" * (of != of_step))
+
         parts = [
             f"step {step + 1:,}/{last:,}",
             None if of_step == step else f"at step {of_step + 1:,}:",
@@ -105,10 +111,8 @@ class ProgressWriter(LocalWriter):
             known("Train Metrics Dict/gaussian_count", "{:,.0f} Gaussians"),
             "memory " + " + ".join(f"{used:,.0f}" for used in memory) + " MiB" if memory else None,
             known("Train Iter / Sec", "{:.2f} steps/s") if rate else None,
-            known(
-                kHeldOut,
-                "one held-out view {:.2f} dB" + f" (step {held_out_of + 1:,})" * (held_out_of != of_step),
-            ),
+            held_out(kHeldOut, "one held-out view"),
+            held_out(kAllHeldOut, "all held-out views"),
             None if seconds is None else f"{_clock(float(seconds))} left",
         ]
         return "  ".join(part for part in parts if part)

@@ -63,7 +63,9 @@ class OpenLine:
 
 
 def _width(stream: TextIO) -> int:
+    """Columns; of a terminal that does not know how many it has, so many that a line never takes a second row."""
     try:
-        return max(1, os.get_terminal_size(stream.fileno()).columns)
+        columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
-        return 1 << 20
+        columns = 0
+    return columns or 1 << 20

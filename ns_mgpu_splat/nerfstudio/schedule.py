@@ -77,3 +77,18 @@ class Decay(Scheduler):
     def get_scheduler(self, optimizer: Optimizer, lr_init: float, schedule_steps: int = 30_000) -> LambdaLR:
         """A LambdaLR whose factor is a Python float."""
         return LambdaLR(optimizer, lambda step: self.config.rate(step, lr_init, schedule_steps) / lr_init)
+
+
+def schedule_advice(end: int, schedule: int, former: int) -> str | None:
+    """What to say of a run to step `end` of a schedule that was `former` in the checkpoint that it goes on from: one advice."""
+    if schedule != former:
+        return (
+            f"The checkpoint's run had a schedule of {former:,} steps, this one has {schedule:,}: learning rates jump. To go on "
+            f"as before, add --schedule-steps {former}."
+        )
+    if end < schedule // 2:
+        return (
+            f"Training to step {end:,} of a schedule of {schedule:,}: learning rates will hardly have decayed. For a run that "
+            f"ends here, add --schedule-steps {end}."
+        )
+    return None

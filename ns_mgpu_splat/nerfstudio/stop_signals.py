@@ -10,6 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+kShowCursor = "\033[?25h"
+
+
+@contextmanager
+def no_interrupt() -> Iterator[None]:
+    """In here Ctrl-C does nothing: for a last few milliseconds of tidying up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 @contextmanager
 def first_signal_stops(stop: Callable[[int], None]) -> Iterator[None]:
@@ -27,8 +42,10 @@ def first_signal_stops(stop: Callable[[int], None]) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         # not through a file object: the signal may have come in the middle of its write
         said = "\nStopping after this step, with a checkpoint. Once more stops at once, without.\n"
-        with suppress(OSError):
-            os.write(1, said.encode())
+        with suppress(
+            OSError
+        ):  # and the cursor, which a bar may have hidden: the next signal leaves no time for it
+            os.write(1, (kShowCursor * os.isatty(1) + said).encode())
 
     for number in before:
         signal.signal(number, handle)

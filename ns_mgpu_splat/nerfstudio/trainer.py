@@ -40,10 +40,11 @@ from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline
 from ns_mgpu_splat.nerfstudio.quick_end import end_quickly
 from ns_mgpu_splat.nerfstudio.scalars import write_out
+from ns_mgpu_splat.nerfstudio.schedule import schedule_advice
 from ns_mgpu_splat.nerfstudio.soundness import RowCheck, why_diverged
 from ns_mgpu_splat.nerfstudio.step_clock import StepClock
 from ns_mgpu_splat.nerfstudio.steps import NativeSteps, StepResult, autograd_step, why_autograd
-from ns_mgpu_splat.nerfstudio.stop_signals import first_signal_stops
+from ns_mgpu_splat.nerfstudio.stop_signals import first_signal_stops, no_interrupt
 from ns_mgpu_splat.nerfstudio.trainer_config import (  # noqa: F401 (config.yml of older runs names all three here)
     MgpuLoggingConfig,
     MgpuMachineConfig,
@@ -97,6 +98,7 @@ class MgpuSplatTrainer(Trainer):
         self._clock = StepClock(config.logging.max_buffer_size)
         self._row_check = RowCheck()
         self._whole_step = -1  # the latest one after which no gradients waited
+        self._former_schedule = self.config.schedule_steps  # the checkpoint's
         self._evaluation_due: int | None = None
         self._save_due = False
         self.stop_training = False
@@ -115,7 +117,8 @@ class MgpuSplatTrainer(Trainer):
             yield
         except BaseException as error:
             if self._whole_step < self._start_step:
-                self.config.remove_folder()
+                with no_interrupt():  # once more while this goes on: a traceback, and a folder that stays
+                    self.config.remove_folder()
                 if isinstance(error, KeyboardInterrupt):
                     CONSOLE.print("Ended before the first step: there is nothing to save.")
                     raise SystemExit(128 + signal.SIGINT) from None
@@ -143,11 +146,8 @@ class MgpuSplatTrainer(Trainer):
         self.pipeline.model.metrics_every = max(1, self.config.logging.steps_per_log)
         end, schedule = self.config.max_num_iterations, self.config.schedule_steps
         self.pipeline.model.last_step = end - 1
-        if end < schedule // 2:
-            CONSOLE.print(
-                f"Training to step {end:,} of a schedule of {schedule:,}: learning rates will hardly have decayed. "
-                f"For a run that ends here, add --schedule-steps {end}."
-            )
+        if advice := schedule_advice(end, schedule, self._former_schedule):
+            CONSOLE.print(advice, style="bold yellow" if self._former_schedule != schedule else None)
 
     def _check_room(self) -> None:
         """Refuse a disk that is too small for the checkpoints; warn of one that the run will outgrow."""
@@ -249,11 +249,7 @@ class MgpuSplatTrainer(Trainer):
             return
         state, self._loaded = self._loaded, None
         schedule = state.get("schedule_steps", self.config.schedule_steps)
-        if schedule != self.config.schedule_steps:
-            CONSOLE.print(
-                f"[bold yellow]The checkpoint's run had a schedule of {schedule:,} steps, this one has "
-                f"{self.config.schedule_steps:,}: learning rates jump. To go on as before, add --schedule-steps {schedule}."
-            )
+        self._former_schedule = schedule
         before, now = state.get("shards"), list(shard_names())
         moved = (
             f" (it was saved on {counted(len(before), 'shard')}, this is {len(now)})"

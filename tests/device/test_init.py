@@ -112,6 +112,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ("MGPU_DEVICES", "gpu:1", "MGPU_DEVICES is 'gpu:1', expected cpu:COUNT"),
         ("MGPU_SHARD_THRESHOLD", "big", "MGPU_SHARD_THRESHOLD is 'big', expected a number of bytes"),
         ("MGPU_CHECK_LOCALITY", "yes", "MGPU_CHECK_LOCALITY is 'yes', expected 0 or 1"),
+        ("MGPU_LAUNCH_THREADS", "two", "MGPU_LAUNCH_THREADS is 'two', expected 0, shards, or nothing"),
         ("MGPU_TEST_APART", "2", "MGPU_TEST_APART is '2', expected 0 or 1"),
         ("MGPU_TEST_LATE_GPU", "1", "MGPU_TEST_LATE_GPU is '1', expected GPU:MICROSECONDS"),
     ],

@@ -47,7 +47,11 @@ def test_numbers_of_an_earlier_step_say_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert "one held-out view 17.50 dB  " in line.line(500)
     log(510)
     assert "one held-out view 17.50 dB (step 501)  " in line.line(510)
+    writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict={"psnr": 19.25}, step=600)
+    log(600)
+    assert "all held-out views 19.25 dB  " in line.line(600)
     log(1200)
+    assert "all held-out views 19.25 dB (step 601)  " in line.line(1200)
     last = line.line(1203)  # a run that was stopped: this step's numbers were not read
     assert last.split("  ")[:3] == ["step 1,204/1,205", "at step 1,201:", "loss 0.2500"]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -13,6 +14,8 @@ import sys
 import termios
 
 import pytest
+
+from ns_mgpu_splat.nerfstudio.open_line import OpenLine
 
 PROGRAM = """
 import logging, sys, warnings
@@ -120,3 +123,34 @@ def test_a_line_longer_than_the_terminal_is_wide_is_rewritten_as_a_whole() -> No
     """Each rewriting left the rows above the last one behind."""
     lines = shown(LONG, 16)
     assert lines[:5] == ["above", "six, six, six, s", "ix, six, six, si", "x, six, six, end", "below"]
+
+
+@pytest.mark.any_mesh
+def test_a_terminal_that_does_not_know_its_width_is_not_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero columns counted as one, and each line cleared as many rows above it as it had letters."""
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
+    line = OpenLine()
+    line.rewrite("one, two, three")
+    line.rewrite("four")
+    line.end()
+    assert out.getvalue() == "\r\033[Jone, two, three\r\033[Jfour\n"
+
+
+@pytest.mark.any_mesh
+def test_a_dumb_terminal_gets_lines() -> None:
+    program = PROGRAM.replace(
+        "import logging, sys, warnings", "import logging, os, sys, warnings; os.environ['TERM'] = 'dumb'"
+    )
+    assert "step 1/90  loss 0.2500" in shown(program, 80)[0]
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
