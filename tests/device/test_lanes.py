@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from native_programs import build_program
 
-from ns_mgpu_splat.device import build
-
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "tests/cuda/check_lanes.cpp",
     "cuda/mesh/lanes_cuda.cpp",
@@ -23,11 +21,8 @@ SOURCES = (
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """check_lanes, with a stub in place of CUDA's runtime."""
-    out = tmp_path_factory.mktemp("lanes") / "check_lanes"
-    flags = ["-std=c++20", "-O2", "-Wall", "-Itests/cuda/without_cuda", "-Icuda", "-DMGPU_CUDA=1"]
-    compiler = build.host_compiler("host").command
-    subprocess.run([*compiler, *flags, *SOURCES, "-o", str(out), "-lpthread"], cwd=ROOT, check=True)
-    return out
+    flags = ["-O2", "-Wall", "-Itests/cuda/without_cuda", "-DMGPU_CUDA=1"]
+    return build_program(tmp_path_factory.mktemp("lanes") / "check_lanes", SOURCES, flags, cuda_headers=False)
 
 
 def output_of(program: Path, threads: str) -> str:

@@ -5,15 +5,13 @@ driver, refuses memory now and then, and compares contents, places and bytes aft
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from cuda_headers import headers
+from native_programs import build_program
 
 pytestmark = pytest.mark.any_mesh
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "tests/cuda/check_pages.cpp",
     "cuda/memory/arena.cpp",
@@ -27,18 +25,8 @@ SOURCES = (
 
 @pytest.fixture(scope="module")
 def check_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("g++")
-    found = headers()
-    if not compiler or not found:
-        pytest.skip("needs g++ and CUDA's headers")
-    out = tmp_path_factory.mktemp("pages") / "check_pages"
-    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-DMGPU_CUDA=1"]
-    subprocess.run(
-        [compiler, *flags, f"-I{ROOT / 'cuda'}", f"-I{found[0]}", *SOURCES, "-o", str(out), "-lpthread"],
-        cwd=ROOT,
-        check=True,
-    )
-    return out
+    flags = ["-O1", "-g", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-DMGPU_CUDA=1"]
+    return build_program(tmp_path_factory.mktemp("pages") / "check_pages", SOURCES, flags)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -5,29 +5,20 @@ behind what. On GPUs: test_order_gpu.py, test_apart.py."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from cuda_headers import headers
+from native_programs import build_program
 
 pytestmark = pytest.mark.any_mesh
-ROOT = Path(__file__).resolve().parents[2]
 MESH = [f"cuda/mesh/{name}.cpp" for name in ("mesh", "gate", "fork_join_cuda", "lanes_cuda")]
 
 
 @pytest.fixture(scope="module")
 def check_order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("g++")
-    found = headers()
-    if not compiler or not found:
-        pytest.skip("needs g++ and CUDA's headers")
-    out = tmp_path_factory.mktemp("order") / "check_order"
-    flags = ["-std=c++20", "-O1", "-DMGPU_CUDA=1", f"-I{ROOT / 'cuda'}", f"-I{found[0]}"]
-    command = [compiler, *flags, "tests/cuda/check_order.cpp", *MESH, "-o", str(out), "-lpthread"]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return out
+    sources = ["tests/cuda/check_order.cpp", *MESH]
+    return build_program(tmp_path_factory.mktemp("order") / "check_order", sources, ["-O1", "-DMGPU_CUDA=1"])
 
 
 @pytest.mark.parametrize("threads", ["", "0", "shards"])

@@ -5,14 +5,13 @@ which pixels and centres come out.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from native_programs import build_program
 
 pytestmark = pytest.mark.any_mesh
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "tests/cuda/check_items.cpp",
     "cuda/splat/loss_items.cpp",
@@ -23,13 +22,9 @@ SOURCES = (
 
 @pytest.fixture(scope="module")
 def check_items(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs g++")
+    flags = ["-O1", "-g", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
     out = tmp_path_factory.mktemp("items") / "check_items"
-    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
-    subprocess.run([compiler, *flags, f"-I{ROOT / 'cuda'}", *SOURCES, "-o", str(out)], cwd=ROOT, check=True)
-    return out
+    return build_program(out, SOURCES, flags, cuda_headers=False)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
