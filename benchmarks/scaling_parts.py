@@ -12,6 +12,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -240,15 +241,24 @@ def sort_into_stripes(scene: Scene, shards: int) -> None:
 # ---- work: what does not depend on whether shards run side by side
 
 
+@contextmanager
+def stage_timing(value: str | None) -> Iterator[None]:
+    """In here MGPU_STAGE_TIMES says this, or nothing."""
+    before = os.environ.pop("MGPU_STAGE_TIMES", None)
+    if value is not None:
+        os.environ["MGPU_STAGE_TIMES"] = value
+    try:
+        yield
+    finally:
+        os.environ.pop("MGPU_STAGE_TIMES", None)
+        if before is not None:
+            os.environ["MGPU_STAGE_TIMES"] = before
+
+
 def host_times(scene: Scene, steps: list[list[Any]]) -> dict[str, float]:
     """`host_ms`: what a step's calls take the thread that issues them, without its waits for the GPUs."""
-    before = os.environ.get("MGPU_STAGE_TIMES")
-    os.environ["MGPU_STAGE_TIMES"] = "host"
-    stages = stage_times(scene, steps)["stages"]
-    if before is None:
-        del os.environ["MGPU_STAGE_TIMES"]
-    else:
-        os.environ["MGPU_STAGE_TIMES"] = before
+    with stage_timing("host"):
+        stages = stage_times(scene, steps)["stages"]
     return {"host_ms": sum(ms for stage, ms in stages.items() if stage != "wait")}
 
 
@@ -257,15 +267,13 @@ def kernel_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
     `kernels`, each one's milliseconds."""
     from torch.profiler import ProfilerActivity, profile
 
-    before = os.environ.pop("MGPU_STAGE_TIMES", None)
-    scene.step(steps[0])
-    mgpu().synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for cameras in steps:
-            scene.step(cameras)
-        everything_done()
-    if before is not None:
-        os.environ["MGPU_STAGE_TIMES"] = before
+    with stage_timing(None):
+        scene.step(steps[0])
+        mgpu().synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for cameras in steps:
+                scene.step(cameras)
+            everything_done()
     kernels: dict[str, float] = {}
     launches = 0
     for event in profiled.key_averages():
