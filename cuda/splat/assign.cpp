@@ -47,9 +47,13 @@ void give_ranges(Frame& frame, const std::vector<uint64_t>& counts) {
   for (int64_t range = 0; range < shards; ++range) {
     const int owner = frame.ranges.owner[static_cast<size_t>(range)];
     const int64_t end = frame.ranges.end[static_cast<size_t>(range)];
-    frame.owners[static_cast<size_t>(owner)].tiles = {begin, end};
+    TileOwner& of_range = frame.owners[static_cast<size_t>(owner)];
+    of_range.tiles = {begin, end};
+    of_range.pairs = of_range.patch_pairs = 0;
     begin = end;
     for (int64_t home = 0; home < shards; ++home) {
+      of_range.pairs += count(home, layout.pairs(range));
+      of_range.patch_pairs += count(home, layout.patches(range));
       Parcel& parcel = frame.parcels[static_cast<size_t>(home)][static_cast<size_t>(owner)];
       parcel.view_begin.assign(1, 0);
       for (int64_t v = 0; v < layout.views; ++v)

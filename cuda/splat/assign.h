@@ -20,7 +20,7 @@ void assign_tiles(Frame& frame);
 struct RangeCounts {
   int64_t ranges, views;
 
-  constexpr int64_t words() const { return ranges * views + ranges + 1; }
+  constexpr int64_t words() const { return met() + 1 + 2 * ranges; }
   constexpr int64_t parcel(int64_t range, int64_t view) const {
     return range * views + view;
   }  // records that meet it
@@ -28,6 +28,9 @@ struct RangeCounts {
     return ranges * views + range;
   }  // records that meet no other
   constexpr int64_t met() const { return ranges * views + ranges; }  // records that meet any
+  // CUDA, for TileOwner's counts of the same names
+  constexpr int64_t pairs(int64_t range) const { return met() + 1 + range; }
+  constexpr int64_t patches(int64_t range) const { return met() + 1 + ranges + range; }
 };
 RangeCounts range_counts(const Frame& frame);
 

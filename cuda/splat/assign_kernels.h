@@ -22,18 +22,27 @@ int64_t run_table_words(const Frame& frame);
 // say, to a row of the table on the device.
 void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room, SumState* counts);
 
+// Of a tile: its range, and how many tiles from it on, along its row, are of that range for certain.
+struct RangeRun {
+  uint8_t range, length;
+};
+
 // ShardRecords::parcel_words: the home's RangeCounts; for each range, of the blocks of kThreads records, how
-// many records the parcel has up to the block's end (look_back.h), once it is packed; and a byte a tile of
-// all views, counted row by row: its range.
+// many records the parcel has up to the block's end (look_back.h), once it is packed; and a RangeRun a
+// tile of all views, counted row by row.
 struct ParcelWords {
   RangeCounts counts;
   int64_t blocks, tiles;
 
   constexpr int64_t states() const { return counts.words(); }
   constexpr int64_t table() const { return states() + counts.ranges * blocks; }
-  constexpr int64_t words() const { return table() + (tiles + 7) / 8; }
-  const uint8_t* range_of_tile(const SumState* all) const {
-    return reinterpret_cast<const uint8_t*>(all + table());
+  constexpr int64_t words() const {
+    constexpr int64_t kRuns = sizeof(SumState) / sizeof(RangeRun);
+    return table() + (tiles + kRuns - 1) / kRuns;
+  }
+  HOST_DEVICE RangeRun* range_runs(SumState* all) const { return reinterpret_cast<RangeRun*>(all + table()); }
+  const RangeRun* range_runs(const SumState* all) const {
+    return reinterpret_cast<const RangeRun*>(all + table());
   }
 };
 inline ParcelWords parcel_words(const Frame& frame, int home) {

@@ -30,14 +30,19 @@ struct BinInput {
   int64_t records;
   RowRange tiles;
   bool several;  // owners: tiles are along a curve, and those of a record may be others'
+  OwnTiles own;  // of several
+  // With several owners and a single view its places along the curve, in the arguments: what a loop reads for
+  // each pair; else null.
+  const int32_t* only_positions;
 
   __device__ __forceinline__ const View& view_of(int64_t r) const {
     return views[num_views > 1 ? view[r] : 0];
   }
-  // Place in the owner's range of a tile, which is counted row by row: from the range's begin, or, if there
-  // are several owners, from the first one of its view.
-  __device__ __forceinline__ int64_t place_of(int64_t tile, const View& view) const {
-    return several ? view.position_of(tile) - tiles.begin : tile;
+  // Place in the owner's range of a record's tile, which is counted row by row: from the range's begin, or,
+  // if there are several owners, from the first one of its view.
+  __device__ __forceinline__ int64_t place_of(int64_t tile, int64_t r) const {
+    if (!several) return tile;
+    return (only_positions ? only_positions[tile] : view_of(r).position_of(tile)) - tiles.begin;
   }
 };
 
@@ -55,7 +60,7 @@ __device__ __noinline__ void walk_received(const BinInput& in, int64_t r, bool w
     met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, walk.ellipse);
   }
   const int v = met && in.num_views > 1 ? in.view[r] : 0;
-  const CoverPart<true> part = walk_tiles(walk, met, in.views, v, CoverPart<true>{in.tiles, 0, 0, 0}, shared);
+  const CoverPart<true> part = walk_tiles(walk, met, in.views, v, CoverPart<true>{in.own, 0, 0, 0}, shared);
   if (wanted) cover[r] = cover_of(walk.rect, part);
 }
 
@@ -79,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 5)
       depth_key[r] = key;
       atomicAdd(s_histogram + key % kDepthBins, 1u);
       walked = mask == 0;
-      if (!walked) cover[r] = cover_of(record.tile_rect, CoverPart<true>{in.tiles, __popc(mask), 0, mask});
+      if (!walked) cover[r] = cover_of(record.tile_rect, CoverPart<true>{in.own, __popc(mask), 0, mask});
     }
     if (__any_sync(kAllLanes, walked)) walk_received(in, r, walked, s_walk[threadIdx.x / kWarp], cover);
   }
@@ -249,11 +254,11 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t tile = __shfl_sync(kAllLanes, corner, source) + row * row_tiles + bit - row * width;
       const int64_t place = base + __shfl_sync(kAllLanes, begin[k], source) + ordinal;
       const int32_t of = __shfl_sync(kAllLanes, record[k], source);
-      if (pair < small_total) put(place, in.several ? in.place_of(tile, in.view_of(of)) : tile, of);
+      if (pair < small_total) put(place, in.place_of(tile, of), of);
     }
   }
 
-  // large ones, 32 rows of tiles at a time
+  // large ones, 32 rows of tiles at a time; on several shards a stretch of own tiles of each row at a time
   for (int k = warp; k < s_large_count; k += kWarps) {
     const Large of = s_large[k];
     const Record large = load48(in.record + of.record);
@@ -264,27 +269,27 @@ __global__ void __launch_bounds__(kThreads)
     if (math::make_tile_ellipse(large.mean2d, large.conic, large.opacity, ellipse)) {
       for (int top = large.tile_rect[1]; top < large.tile_rect[3]; top += kWarp) {
         const int y = top + lane;
-        int64_t row_first = 0;
-        int width = 0;
-        if (y < large.tile_rect[3]) {
-          const math::TileSpan span = math::tile_span_of(ellipse, view, large.tile_rect, y);
-          row_first = int64_t{y} * view.tiles_x + span.begin;
-          if (!in.several) row_first += view.tile_begin - in.tiles.begin;
-          width = span.end - span.begin;
-        }
-        const int width_to = sum_of_lanes_to(width), width_before = width_to - width;
-        const int rows_total = __shfl_sync(kAllLanes, width_to, kWarp - 1);
-        for (int start = 0; start < rows_total; start += kWarp) {
-          const int pair = start + lane, source = last_lane_at(width_before, pair);
-          const int64_t tile =
-              __shfl_sync(kAllLanes, row_first, source) + pair - __shfl_sync(kAllLanes, width_before, source);
-          const int64_t to = pair < rows_total ? in.place_of(tile, view) : -1;
-          const bool mine = to >= 0 && to < in.tiles.size();
-          const unsigned lanes = __ballot_sync(kAllLanes, mine);
-          const int32_t ordinal = listed + __popc(lanes & ((1u << lane) - 1u));
-          if (mine && ordinal < count) put(base + of.begin + ordinal, to, of.record);
-          listed += __popc(lanes);
-        }
+        math::TileSpan span{0, 0};
+        if (y < large.tile_rect[3]) span = math::tile_span_of(ellipse, view, large.tile_rect, y);
+        const int64_t row = int64_t{y} * view.tiles_x;
+        int x = span.begin;
+        do {
+          math::TileSpan mine{x, span.end};
+          if (in.several) mine = in.own.next(in.own.runs + view.tile_begin + row, x, span.end);
+          x = mine.end;
+          const int64_t row_first = row + mine.begin + (in.several ? 0 : view.tile_begin - in.tiles.begin);
+          const int width = max(mine.end - mine.begin, 0);
+          const int width_to = sum_of_lanes_to(width), width_before = width_to - width;
+          const int rows_total = __shfl_sync(kAllLanes, width_to, kWarp - 1);
+          for (int start = 0; start < rows_total; start += kWarp) {
+            const int pair = start + lane, source = last_lane_at(width_before, pair);
+            const int64_t tile = __shfl_sync(kAllLanes, row_first, source) + pair -
+                                 __shfl_sync(kAllLanes, width_before, source);
+            if (pair < rows_total && listed + pair < count)
+              put(base + of.begin + listed + pair, in.place_of(tile, of.record), of.record);
+          }
+          listed += rows_total;
+        } while (__any_sync(kAllLanes, x < span.end));
       }
     }
     for (int32_t ordinal = listed + lane; ordinal < count; ordinal += kWarp)
@@ -378,14 +383,27 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
   KERNEL_CHECK("bin", self, tiles);
 }
 
+// From the table that the shard made as a home.
+OwnTiles own_tiles(const Frame& frame, int self) {
+  const std::vector<int>& owners = frame.ranges.owner;
+  const auto range = std::find(owners.begin(), owners.end(), self) - owners.begin();
+  return {parcel_words(frame, self).range_runs(frame.shards[static_cast<size_t>(self)].parcel_words.data()),
+          static_cast<int>(range)};
+}
+
 void bin_owner(const Frame& frame, int self, TileOwner& owner) {
-  const BinInput in{received_records(frame, self),
-                    received_views(frame, self),
-                    frame.constants[static_cast<size_t>(self)].views,
-                    static_cast<int>(frame.views.size()),
-                    owner.received(),
-                    owner.tiles,
-                    frame.homes.size() > 1};
+  const ShardConstants& constants = frame.constants[static_cast<size_t>(self)];
+  const bool several = frame.homes.size() > 1;
+  const BinInput in{
+      received_records(frame, self),
+      received_views(frame, self),
+      constants.views,
+      static_cast<int>(frame.views.size()),
+      owner.received(),
+      owner.tiles,
+      several,
+      several ? own_tiles(frame, self) : OwnTiles{},
+      several && frame.views.size() == 1 ? constants.curves[0]->position_from_tile.data() : nullptr};
   if (owner.tiles.size() < int64_t{1} << 16)
     list_tiles<uint16_t>(in, self, owner);
   else

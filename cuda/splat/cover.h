@@ -3,11 +3,24 @@
 // 16 bytes from which stage "bin" lists them again. Also the patches of its tiles that blend's cull can meet.
 #pragma once
 #include "math/patch.h"
+#include "splat/assign_kernels.h"
 #include "splat/kernels.h"
 
 namespace mgpu::splat {
 
 constexpr int kTallRows = 8;  // rows of tiles; a taller record is spread over its warp
+
+// Places in the mask of a small rectangle of tiles, row by row.
+struct MaskPlaces {
+  float inverse;
+
+  __device__ __forceinline__ explicit MaskPlaces(int columns) : inverse(1.f / static_cast<float>(columns)) {}
+  // Exact: there are at most kSmallTiles places, so the quotient is 1/64 off a whole number at least.
+  __device__ __forceinline__ int row_of(int bit) const {
+    return static_cast<int>((static_cast<float>(bit) + 0.5f) * inverse);
+  }
+};
+static_assert(kSmallTiles <= 32);
 
 // Patches of the image that come within the record's half extents, as frame.h defines it; ends exclusive.
 struct PatchBox {
@@ -85,18 +98,39 @@ __device__ __forceinline__ Part walk_tiles(const TileWalk& mine, bool wanted, co
   return own;
 }
 
+// On several shards, whose tiles an owner looks for.
+struct OwnTiles {
+  const RangeRun* runs;  // of the tiles of all views
+  int range;             // the owner's
+
+  // From tile x of a row on, the row's runs beginning at `row`: the first stretch of own tiles that begins
+  // before `end`, and ends there at the latest. Empty: there is none.
+  __device__ __forceinline__ math::TileSpan next(const RangeRun* row, int x, int end) const {
+    while (x < end) {
+      const RangeRun run = row[x];
+      const int behind = min(x + run.length, end);
+      if (run.range == range) return {x, behind};
+      x = behind;
+    }
+    return {end, end};
+  }
+};
+
 // The tiles of one owner; those of other owners, anywhere in a row of tiles, are left out if kSeveral.
 template <bool kSeveral>
 struct CoverPart {
-  RowRange tiles;
+  OwnTiles own;
   int32_t count, patches;
   uint32_t mask;
 
   __device__ __forceinline__ void add(const TileWalk& walk, const View& view, int y, math::TileSpan span) {
     if constexpr (kSeveral) {
-      for (int x = span.begin; x < span.end; ++x) {
-        const int64_t position = view.position_of(int64_t{y} * view.tiles_x + x);
-        if (position >= tiles.begin && position < tiles.end) add_run(walk, y, {x, x + 1});
+      const RangeRun* const row = own.runs + view.tile_begin + int64_t{y} * view.tiles_x;
+      for (int x = span.begin;;) {
+        const math::TileSpan mine = own.next(row, x, span.end);
+        if (mine.begin == mine.end) break;
+        add_run(walk, y, mine);
+        x = mine.end;
       }
     } else {
       add_run(walk, y, span);
@@ -112,7 +146,7 @@ struct CoverPart {
     }
   }
   __device__ __forceinline__ CoverPart over_warp() const {
-    return {tiles, __reduce_add_sync(kAllLanes, count), __reduce_add_sync(kAllLanes, patches),
+    return {own, __reduce_add_sync(kAllLanes, count), __reduce_add_sync(kAllLanes, patches),
             __reduce_or_sync(kAllLanes, mask)};
   }
 };

@@ -100,7 +100,7 @@ struct PackSource {
   int64_t records;
   const View* views;
   int num_views;
-  const uint8_t* range_of_tile;
+  const RangeRun* range_runs;
   int ranges;
 
   // Of the record's mask of tiles, the bits of the range's.
@@ -108,12 +108,12 @@ struct PackSource {
     const View& view_of = views[num_views > 1 ? view[i] : 0];
     const uint16_t* const rect = record[i].tile_rect;
     const int columns = rect[2] - rect[0];
-    const uint8_t* const corner =
-        range_of_tile + view_of.tile_begin + int64_t{rect[1]} * view_of.tiles_x + rect[0];
+    const RangeRun* const corner =
+        range_runs + view_of.tile_begin + int64_t{rect[1]} * view_of.tiles_x + rect[0];
     uint32_t of_range = 0;
     for (uint32_t left = tile_mask[i]; left; left &= left - 1) {
       const int bit = __ffs(left) - 1, row = bit / columns;
-      if (corner[int64_t{row} * view_of.tiles_x + bit - row * columns] == range) of_range |= 1u << bit;
+      if (corner[int64_t{row} * view_of.tiles_x + bit - row * columns].range == range) of_range |= 1u << bit;
     }
     return of_range;
   }
@@ -257,7 +257,7 @@ void pack(Frame& frame, int home, const std::vector<Record*>& targets) {
                           in.count,
                           frame.constants[static_cast<size_t>(home)].views,
                           static_cast<int>(frame.views.size()),
-                          layout.range_of_tile(in.parcel_words.data()),
+                          layout.range_runs(in.parcel_words.data()),
                           ranges};
   pack_kernel<<<blocks_for(in.count, kThreads), kThreads, 0, shard_stream(home)>>>(
       source, in.parcel_words.data() + layout.states(), target);

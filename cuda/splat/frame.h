@@ -106,7 +106,7 @@ struct ShardRecords {
   // home; several shards: bit r is set if range r has a tile of the record. Host: until it is packed; CUDA:
   // says which records a parcel has, there and back
   Buffer<RangeMask> range_mask;
-  Buffer<float> half_extent;   // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
+  Buffer<int32_t> patches;     // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
   Buffer<TileCover> cover;     // home; the same: all tiles of the record
   Buffer<uint32_t> tile_mask;  // home; CUDA, several shards, from stage "assign" until packed: their `mask`
   Buffer<unsigned long long> parcel_words;  // home; CUDA, several shards: ParcelWords (assign_kernels.h)
@@ -221,8 +221,7 @@ struct Frame {
   std::vector<TileOwner> owners;                         // [shards]
   std::vector<ShardConstants> constants;                 // [shards]; CUDA flavour
   // CUDA flavour, several shards, from stage "project" to "assign": what each home has in each run of tiles
-  // (tiles_of_run): [shards, words], words being a TileCount a run and behind them the patches of each, as
-  // TileOwner::patch_pairs, 32 bits each.
+  // (tiles_of_run), or about that: [shards, runs] TileCount.
   std::vector<uint64_t> run_table;
   std::vector<StageTime> times;  // in the order they ran
   FrameLinks links;

@@ -271,8 +271,9 @@ struct RecordTarget {
   int32_t* view;
   Record* record;
   bool measured;  // false: records alone are wanted
-  // what stage "bin" needs
-  float2* half_extent;
+  // what stage "bin" needs, or on several shards "assign"
+  float2* half_extent;  // one shard; else null
+  int32_t* patches_of;  // several shards; else null
   TileCover* cover;
   uint32_t* depth_key;
   SumState* depth_histogram;
@@ -455,6 +456,7 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
         const uint32_t key = depth_key_of(record.depth);
         out.cover[r] = cover_of(walk.rect, cover);
         out.depth_key[r] = key;
+        if (out.patches_of) out.patches_of[r] = cover.patches;
         atomicAdd(s_histogram + key % kDepthBins, 1u);
       }
     }
@@ -696,23 +698,26 @@ class ShardProjection {
     target.view = out.view.data();
     target.record = out.record.data();
     target.measured = owners_ > 0;
-    const auto measure_into = [&](Buffer<float>& half_extent, Buffer<TileCover>& cover,
-                                  Buffer<uint32_t>& depth_key, Buffer<SumState>& depth_histogram) {
-      half_extent.resize_discard(2 * room_);
+    const auto measure_into = [&](Buffer<TileCover>& cover, Buffer<uint32_t>& depth_key,
+                                  Buffer<SumState>& depth_histogram) {
       cover.resize_discard(room_);
       depth_key.resize_discard(room_);
       depth_histogram.resize_discard(kDepthBins);
-      target.half_extent = reinterpret_cast<float2*>(half_extent.data());
       target.cover = cover.data();
       target.depth_key = depth_key.data();
       target.depth_histogram = depth_histogram.data();
     };
     if (owners_ == 1) {
       TileOwner& owner = frame_.owners[0];
-      measure_into(owner.half_extent, owner.cover, owner.depth_key, owner.depth_histogram);
+      measure_into(owner.cover, owner.depth_key, owner.depth_histogram);
+      owner.half_extent.resize_discard(2 * room_);
+      target.half_extent = reinterpret_cast<float2*>(owner.half_extent.data());
     }
-    if (owners_ > 1)  // depths are sorted by their owners
-      measure_into(out.half_extent, out.cover, depth_key_, depth_histogram_);
+    if (owners_ > 1) {
+      measure_into(out.cover, depth_key_, depth_histogram_);  // depths are sorted by their owners
+      out.patches.resize_discard(room_);
+      target.patches_of = out.patches.data();
+    }
     target.records = counters;
     target.pairs = counters + views_;
     target.patches = target.pairs + 1;
@@ -842,7 +847,7 @@ void project(Frame& frame) {
     out.row = Buffer<int64_t>(0, owner);
     out.view = Buffer<int32_t>(0, owner);
     out.record = Buffer<Record>(0, owner);
-    out.half_extent = Buffer<float>(0, owner);
+    out.patches = Buffer<int32_t>(0, owner);
     out.cover = Buffer<TileCover>(0, owner);
     work.emplace_back(frame, owner);
   }

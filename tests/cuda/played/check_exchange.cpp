@@ -204,6 +204,18 @@ bool owns(const TileOwner& owner, const View& view, int x, int y) {
   return position >= owner.tiles.begin && position < owner.tiles.end;
 }
 
+// Patches of the tiles that the record meets and, if there is one, the owner has: tile by tile.
+int32_t cover_patches(const View& view, const Record& record, const TileOwner* owner) {
+  math::TileEllipse ellipse;
+  math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse);
+  const PatchBox box = patch_box(record.mean2d, half_extent_of(ellipse));
+  int32_t patches = 0;
+  for_tiles(view, record, [&](int x, int y, int) {
+    if (!owner || owns(*owner, view, x, y)) patches += box.in_span(y, x, x + 1);
+  });
+  return patches;
+}
+
 class Play {
  public:
   Play(const Case& of, unsigned seed) : of_(of), random_(seed) {
@@ -251,7 +263,7 @@ class Play {
     std::vector<int32_t> views;
     std::vector<int64_t> numbers;
     std::vector<TileCover> covers;
-    std::vector<float> half_extents;
+    std::vector<int32_t> patches;
     home.view_begin = {0};
     for (int v = 0; v < of_.views; ++v) {
       const View& view = frame_.views[static_cast<size_t>(v)];
@@ -265,8 +277,7 @@ class Play {
           ++cover.count;
           if (is_small(record)) cover.mask |= 1u << bit;
         });
-        const float2 half = half_extent_of(ellipse);
-        half_extents.insert(half_extents.end(), {half.x, half.y});
+        patches.push_back(cover_patches(view, record, nullptr));
         records.push_back(record);
         views.push_back(v);
         numbers.push_back(int64_t{shard} * of_.rows + row);
@@ -282,7 +293,7 @@ class Play {
     home.view = to_buffer(views, shard);
     home.row = to_buffer(numbers, shard);
     home.cover = to_buffer(covers, shard);
-    home.half_extent = to_buffer(half_extents, shard);
+    home.patches = to_buffer(patches, shard);
     ShardConstants& constants = frame_.constants[static_cast<size_t>(shard)];
     constants.views = frame_.views.data();
     for (size_t v = 0; v < frame_.views.size(); ++v)
@@ -322,7 +333,7 @@ class Play {
     for (int self = 0; self < of_.shards; ++self) {
       const TileOwner& owner = frame_.owners[static_cast<size_t>(self)];
       expect(owner.view.size() == (of_.views > 1 ? owner.received() : 0), "views of several views alone");
-      int64_t at = 0;
+      int64_t at = 0, patches = 0;
       for (int shard = 0; shard < of_.shards; ++shard) {
         const ShardRecords& home = frame_.shards[static_cast<size_t>(shard)];
         expect(owner.peer_begin[static_cast<size_t>(shard)] == at, "where a home's records begin");
@@ -336,6 +347,7 @@ class Play {
             if (is_small(home.record[i])) mask |= 1u << bit;
           });
           if (!meets) continue;
+          patches += cover_patches(view_of(home, i), home.record[i], &owner);
           sent.push_back(i);
           if (at >= owner.received()) {
             expect(false, "a record did not come");
@@ -349,6 +361,7 @@ class Play {
         expect(sent == records_of_parcel(frame_, shard, self), "which records a parcel has");
       }
       expect(at == owner.received(), "how many records came");
+      expect(patches == owner.patch_pairs, "how many patches they have");
       received_ += at;
     }
   }
@@ -415,7 +428,7 @@ class Play {
   Case of_;
   std::mt19937 random_;
   Frame frame_;
-  int64_t records_ = 0, received_ = 0;
+  int64_t records_ = 0, received_ = 0, pairs_ = 0;
 };
 
 }  // namespace
@@ -430,6 +443,7 @@ int main() {
       {5, 2, 40, 30, 1, 3, true, Reach::kAll},  // hardly any record
       {8, 2, 300, 200, 100, 25, true, Reach::kSome}, {32, 1, 300, 200, 3, 30, true, Reach::kAll},
       {4, 1, 2000, 1700, 60, 20, true, Reach::kAll},  // rectangles of hundreds of tiles
+      {2, 1, 320, 200, 3000, 2, true, Reach::kAll},   // so many that a sample of them is counted (512 here)
   };
   unsigned seed = 0;
   for (const Case& of : cases) Play(of, ++seed).run();
