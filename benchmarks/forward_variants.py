@@ -68,40 +68,7 @@ MATCH = (
 """,
 )
 
-LIST_AHEAD = [
-    (
-        "    for (int at = 0; at < longest; at += kTogether) {\n      static_assert(kTogether == 4);\n"
-        "      const uint2 packed = *reinterpret_cast<const uint2*>(list + at);\n",
-        "    uint2 next = *reinterpret_cast<const uint2*>(list);\n"
-        "    for (int at = 0; at < longest; at += kTogether) {\n      static_assert(kTogether == 4);\n"
-        "      const uint2 packed = next;\n"
-        "      if (at + kTogether < longest) next = *reinterpret_cast<const uint2*>(list + at + kTogether);\n",
-    )
-]
-HALF_CULL = [
-    (
-        "met = math::patches_met(mean2d, conic, half_extent, static_cast<float>(place.x),\n"
-        "                              static_cast<float>(place.y));",
-        "constexpr int kRows = kPatches / math::kPatchesAcross;\n"
-        "      met = math::patches_met<kRows>(mean2d, conic, half_extent, static_cast<float>(place.x),\n"
-        "                                     static_cast<float>(place.y + part * kRows * math::kPatchY));",
-    ),
-    (">> (part * kPatches + warp * kSides);", ">> (warp * kSides);"),
-]
-SELDOM_ALIVE = (
-    "      if (!__any_sync(kAllLanes, alive())) break;\n    }",
-    "      if ((at & kTogether) && !__any_sync(kAllLanes, alive())) break;\n    }",
-)
-
 VARIANTS: dict[str, Variant] = {
-    "list_ahead": of_blend(*LIST_AHEAD),
-    "half_cull": of_blend(*HALF_CULL),
-    "alive_2": of_blend(SELDOM_ALIVE),
-    "half_ahead": of_blend(*HALF_CULL, *LIST_AHEAD),
-    "half_all": of_blend(*HALF_CULL, *LIST_AHEAD, SELDOM_ALIVE),
-    "heavy_3": of_blend(("kHeavyOfMany = 4,", "kHeavyOfMany = 3,")),
-    "half_heavy_3": of_blend(*HALF_CULL, ("kHeavyOfMany = 4,", "kHeavyOfMany = 3,")),
-    "half_heavy_2": of_blend(*HALF_CULL, ("kHeavyOfMany = 4,", "kHeavyOfMany = 2,")),
     "finish_5": of_project(("kFinishBlocks = 6;", "kFinishBlocks = 5;")),
     "finish_8": of_project(("kFinishBlocks = 6;", "kFinishBlocks = 8;")),
     "look_1": of_project(("sum_of_blocks_before<4>", "sum_of_blocks_before<1>")),

@@ -20,6 +20,7 @@ struct MeasuredRecords {
   const int32_t* view;
   const int32_t* patches;
   const TileCover* cover;
+  const uint32_t* large;
   const View* views;
   int num_views;
 
@@ -32,6 +33,7 @@ MeasuredRecords measured_records(const Frame& frame, int home) {
           in.view.data(),
           in.patches.data(),
           in.cover.data(),
+          in.large.data(),
           frame.constants[static_cast<size_t>(home)].views,
           static_cast<int>(frame.views.size())};
 }
@@ -62,21 +64,33 @@ struct RecordTiles {
   }
 };
 
-// By all lanes of a warp: calls visit(y, span) for the rows of tiles that a record meets, a lane a row.
-template <typename Visit>
-__device__ __forceinline__ void for_rows(const Record& record, const View& view,
-                                         const math::TileEllipse& ellipse, const Visit& visit) {
-  for (int y = record.tile_rect[1] + static_cast<int>(threadIdx.x % kWarp); y < record.tile_rect[3];
-       y += kWarp)
-    visit(y, math::tile_span_of(ellipse, view, record.tile_rect, y));
+// By all lanes of a warp, the same: a large record. They are neighbours, so that each would keep the others
+// of its block waiting; the launch's warps take them in turn.
+struct LargeRecord {
+  Record record;
+  int v;
+  math::TileEllipse ellipse;
+  bool met;
+
+  __device__ __forceinline__ LargeRecord(const MeasuredRecords& in, int64_t r)
+      : record(load48(in.record + r)), v(in.view_of(r)) {
+    met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse);
+  }
+};
+__device__ __forceinline__ int64_t first_large() {
+  return int64_t{threadIdx.x / kWarp} * gridDim.x + blockIdx.x;
 }
+__device__ __forceinline__ int64_t large_step() { return int64_t{gridDim.x} * kWarps; }
 
 // ---- what each home has in each run of tiles
 
 // Many records are counted by every kSample-th, which says where ranges may end as well: there, a range's
-// share of the cost is known to a per mille or so.
+// share of the cost is known to a per cent or better.
 constexpr int64_t kSampledFrom = int64_t{1} << 17;
 constexpr int64_t kSample = 8;
+__device__ __forceinline__ int64_t sample_step(int64_t records) {
+  return records < kSampledFrom ? 1 : kSample;
+}
 
 // What a block has counted. Neighbouring rows meet the same runs, so that sums in memory would have blocks
 // wait for each other at a few addresses.
@@ -88,7 +102,7 @@ struct RunSums {
 struct AddToRuns {
   RunSums* sums;
   int shift;  // of a position: its run
-  uint32_t share;
+  uint32_t share, weight;
   int32_t run;
   uint32_t pairs;
 
@@ -98,7 +112,7 @@ struct AddToRuns {
       done();
       run = at;
     }
-    ++pairs;
+    pairs += weight;
   }
   __device__ __forceinline__ void done() {
     if (pairs) {
@@ -109,47 +123,60 @@ struct AddToRuns {
   }
 };
 
+struct RunCounting {
+  const SumState *records, *large;  // how many there are: [views], [1]
+  int64_t room;
+  int shift;  // of a position: its run
+  uint32_t share;
+  int runs;
+
+  __device__ __forceinline__ AddToRuns sum(RunSums* sums, int32_t tiles, int64_t weight) const {
+    const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
+    return {sums, shift, static_cast<uint32_t>(share_of(one)), static_cast<uint32_t>(weight), 0, 0};
+  }
+};
+
 // count: [runs] TileCount; added to.
 __global__ void __launch_bounds__(kThreads)
-    count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const SumState* records, int64_t room,
-                       int shift, uint32_t share, int runs, unsigned long long* count) {
+    count_tiles_kernel(const __grid_constant__ MeasuredRecords in, const __grid_constant__ RunCounting how,
+                       unsigned long long* count) {
   __shared__ RunSums sums;
-  for (int run = threadIdx.x; run < runs; run += kThreads) sums.pairs[run] = sums.shares[run] = 0;
+  for (int run = threadIdx.x; run < how.runs; run += kThreads) sums.pairs[run] = sums.shares[run] = 0;
   __syncthreads();
+
+  const auto large = static_cast<int64_t>(*how.large);
+  const int64_t large_weight = sample_step(large);
+  for (int64_t i = first_large(); i * large_weight < large; i += large_step()) {
+    const int64_t r = in.large[i * large_weight];
+    const LargeRecord of(in, r);
+    if (!of.met) continue;
+    const View& view = in.views[of.v];
+    AddToRuns sum = how.sum(&sums, in.cover[r].count, large_weight);
+    for (int y = of.record.tile_rect[1] + static_cast<int>(threadIdx.x % kWarp); y < of.record.tile_rect[3];
+         y += kWarp) {
+      const math::TileSpan span = math::tile_span_of(of.ellipse, view, of.record.tile_rect, y);
+      for (int x = span.begin; x < span.end; ++x) sum.add(view, x, y);
+    }
+    sum.done();
+  }
+
   int64_t held = 0;
-  for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(records[v]);
-  held = held < room ? held : room;
-  const int64_t step = held < kSampledFrom ? 1 : kSample;
-  // In turn: neighbours have as many tiles as each other, and blocks of neighbours would be long and short.
-  for (int64_t block = blockIdx.x; block * kThreads * step < held; block += gridDim.x) {
-    const int64_t r = (block * kThreads + threadIdx.x) * step;
+  for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(how.records[v]);
+  held = held < how.room ? held : how.room;
+  const int64_t weight = sample_step(held);
+  for (int64_t block = blockIdx.x; block * kThreads * weight < held; block += gridDim.x) {
+    const int64_t r = (block * kThreads + threadIdx.x) * weight;
     const RecordTiles tiles(in, r, r < held);
-    const TileCount one =
-        tiles.cover.count > 0 ? tile_count_of(static_cast<uint32_t>(tiles.cover.count), share) : 0;
-    AddToRuns sum{&sums, shift, static_cast<uint32_t>(share_of(one)), 0, 0};
-    if (tiles.small) {
-      const View& view = in.views[in.view_of(r)];
-      tiles.for_tiles([&](int x, int y) { sum.add(view, x, y); });
-      sum.done();
-    }
-    for (unsigned left = __ballot_sync(kAllLanes, tiles.large); left; left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      const int64_t of = __shfl_sync(kAllLanes, r, source);
-      AddToRuns part{&sums, shift, __shfl_sync(kAllLanes, sum.share, source), 0, 0};
-      const Record record = load48(in.record + of);
-      const View& view = in.views[in.view_of(of)];
-      math::TileEllipse ellipse;
-      if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) continue;
-      for_rows(record, view, ellipse, [&](int y, math::TileSpan span) {
-        for (int x = span.begin; x < span.end; ++x) part.add(view, x, y);
-      });
-      part.done();
-    }
+    if (!tiles.small) continue;
+    const View& view = in.views[in.view_of(r)];
+    AddToRuns sum = how.sum(&sums, tiles.cover.count, weight);
+    tiles.for_tiles([&](int x, int y) { sum.add(view, x, y); });
+    sum.done();
   }
   __syncthreads();
-  for (int run = threadIdx.x; run < runs; run += kThreads) {
-    const auto pairs = static_cast<unsigned long long>(sums.pairs[run] * step);
-    if (pairs) atomicAdd(count + run, pairs << 32 | static_cast<unsigned long long>(sums.shares[run] * step));
+  for (int run = threadIdx.x; run < how.runs; run += kThreads) {
+    const uint32_t pairs = sums.pairs[run];
+    if (pairs) atomicAdd(count + run, static_cast<unsigned long long>(pairs) << 32 | sums.shares[run]);
   }
 }
 
@@ -190,155 +217,186 @@ __global__ void __launch_bounds__(kThreads)
                                    static_cast<uint8_t>(__ffs(ends_here >> lane))};
 }
 
-// What a block has found in each range: exact, whatever an image holds.
+// What a block has found in each range, and a warp: the lane of the range's number keeps its own. Sums of 32
+// bits, in shared memory, are of records with tiles of several ranges alone; memory ends before they do.
 struct RangeSums {
   SumState pairs[kMaxShards], patches[kMaxShards];
+  uint32_t cut_pairs[kMaxShards], cut_patches[kMaxShards];
+  uint32_t records[kMaxShards], alone[kMaxShards];  // records: of a single view
+  uint32_t met;
+};
+struct LaneRange {
+  SumState pairs = 0, patches = 0;
+  uint32_t records = 0, alone = 0;
 };
 
-// What a lane has met: tiles of one range after another.
-struct RangesMet {
-  RangeSums* sums;
-  uint32_t mask;
-  int range;
-  uint32_t pairs, patches;  // of `range`, not yet among the sums
-
-  __device__ __forceinline__ void add(int of, int tiles, int32_t of_patches) {
-    if (of != range) {
-      put(range, pairs, patches);
-      pairs = patches = 0;
-      range = of;
-    }
-    mask |= 1u << of;
-    pairs += static_cast<uint32_t>(tiles);
-    patches += static_cast<uint32_t>(of_patches);
-  }
-  __device__ __forceinline__ void put(int to, uint32_t more_pairs, uint32_t more_patches) const {
-    if (more_pairs) atomicAdd(sums->pairs + to, static_cast<SumState>(more_pairs));
-    if (more_patches) atomicAdd(sums->patches + to, static_cast<SumState>(more_patches));
-  }
-  // By all lanes of a warp: the last ones, at once if they are of this range.
-  __device__ __forceinline__ void put_by_warp(int of) const {
-    const uint32_t all_pairs = __reduce_add_sync(kAllLanes, range == of ? pairs : 0);
-    const uint32_t all_patches = __reduce_add_sync(kAllLanes, range == of ? patches : 0);
-    if (threadIdx.x % kWarp == 0) put(of, all_pairs, all_patches);
-  }
+struct MarkTarget {
+  RangeMask* range_mask;
+  uint32_t* tile_mask;
+  SumState* counts;  // RangeCounts, zero before
 };
 
-// A small record's tiles, of which several ranges have some. Not inlined, as the next one: few records need
-// it, and the others do without its registers.
-__device__ __noinline__ RangesMet met_by_small(const MeasuredRecords& in, int64_t r,
-                                               const RangeRun* range_runs, RangeSums* sums) {
-  RangesMet met{sums, 0, 0, 0, 0};
+// By a warp, whose lanes have records that meet the ranges in `mask`, views `v`: their numbers.
+__device__ __forceinline__ void add_records(uint32_t mask, int v, int range, bool single_view,
+                                            const RangeCounts& layout, SumState* counts, LaneRange& own) {
+  const int lane = threadIdx.x % kWarp;
+  unsigned lanes = __ballot_sync(kAllLanes, mask >> range & 1u);
+  const unsigned alone = __ballot_sync(kAllLanes, mask == 1u << range);
+  if (lane == range) own.alone += static_cast<uint32_t>(__popc(alone));
+  if (single_view) {
+    if (lane == range) own.records += static_cast<uint32_t>(__popc(lanes));
+    return;
+  }
+  while (lanes) {  // the warp's views, one after the other
+    const int view = __shfl_sync(kAllLanes, v, __ffs(lanes) - 1);
+    const unsigned of_view = __ballot_sync(kAllLanes, v == view) & lanes;
+    if (lane == 0) atomicAdd(counts + layout.parcel(range, view), static_cast<SumState>(__popc(of_view)));
+    lanes &= ~of_view;
+  }
+}
+
+// A small record's tiles, of which several ranges have some. Not inlined: few records need it, and the
+// others do without its registers.
+__device__ __noinline__ void add_cut(const MeasuredRecords& in, int64_t r, const RangeRun* range_runs,
+                                     RangeSums* sums) {
   const Record record = load48(in.record + r);
   math::TileEllipse ellipse;
-  if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return met;
+  if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return;
   const PatchBox box = patch_box(record.mean2d, half_extent_of(ellipse));
   const View& view = in.views[in.view_of(r)];
   const RangeRun* const of_view = range_runs + view.tile_begin;
   RecordTiles(in, r, true).for_tiles([&](int x, int y) {
-    met.add(of_view[int64_t{y} * view.tiles_x + x].range, 1, box.in_span(y, x, x + 1));
+    const int range = of_view[int64_t{y} * view.tiles_x + x].range;
+    atomicAdd(sums->cut_pairs + range, 1u);
+    const int32_t patches = box.in_span(y, x, x + 1);
+    if (patches) atomicAdd(sums->cut_patches + range, static_cast<uint32_t>(patches));
   });
-  return met;
 }
 
-// By all lanes of a warp: adds a large record to the sums, and returns the ranges that it meets.
-__device__ __noinline__ uint32_t add_large(const MeasuredRecords& in, int64_t r, const RangeRun* range_runs,
-                                           RangeSums* sums) {
-  const Record record = load48(in.record + r);
-  math::TileEllipse ellipse;
-  if (!math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse)) return 0;
-  const PatchBox box = patch_box(record.mean2d, half_extent_of(ellipse));
-  const View& view = in.views[in.view_of(r)];
-  const RangeRun* const of_view = range_runs + view.tile_begin;
-  RangesMet met{sums, 0, 0, 0, 0};
-  for_rows(record, view, ellipse, [&](int y, math::TileSpan span) {
-    const RangeRun* const row = of_view + int64_t{y} * view.tiles_x;
-    for (int x = span.begin; x < span.end;) {
-      const RangeRun run = row[x];
-      const int end = min(x + run.length, span.end);
-      met.add(run.range, end - x, box.in_span(y, x, end));
-      x = end;
+// By all lanes of a warp: the ranges that a large record meets, 32 rows of tiles at a time and a run of each.
+__device__ __forceinline__ uint32_t mark_large(const MeasuredRecords& in, const LargeRecord& of,
+                                               const RangeRun* range_runs, LaneRange& own) {
+  if (!of.met) return 0;
+  const int lane = threadIdx.x % kWarp;
+  const PatchBox box = patch_box(of.record.mean2d, half_extent_of(of.ellipse));
+  const View& view = in.views[of.v];
+  uint32_t mask = 0;
+  for (int top = of.record.tile_rect[1]; top < of.record.tile_rect[3]; top += kWarp) {
+    const int y = top + lane;
+    math::TileSpan span{0, 0};
+    if (y < of.record.tile_rect[3]) span = math::tile_span_of(of.ellipse, view, of.record.tile_rect, y);
+    const RangeRun* const row = range_runs + view.tile_begin + int64_t{y} * view.tiles_x;
+    for (int x = span.begin; __any_sync(kAllLanes, x < span.end);) {
+      int range = kMaxShards;
+      uint32_t pairs = 0, patches = 0;
+      if (x < span.end) {
+        const RangeRun run = row[x];
+        const int end = min(x + run.length, span.end);
+        range = run.range;
+        pairs = static_cast<uint32_t>(end - x);
+        patches = static_cast<uint32_t>(box.in_span(y, x, end));
+        x = end;
+      }
+      const uint32_t here = __reduce_or_sync(kAllLanes, pairs ? 1u << range : 0u);
+      mask |= here;
+      for (uint32_t left = here; left; left &= left - 1) {
+        const int one = __ffs(left) - 1;
+        const uint32_t all_pairs = __reduce_add_sync(kAllLanes, range == one ? pairs : 0u);
+        const uint32_t all_patches = __reduce_add_sync(kAllLanes, range == one ? patches : 0u);
+        if (lane == one) {
+          own.pairs += all_pairs;
+          own.patches += all_patches;
+        }
+      }
     }
-  });
-  const uint32_t all = __reduce_or_sync(kAllLanes, met.mask);
-  for (uint32_t left = all; left; left &= left - 1) met.put_by_warp(__ffs(left) - 1);
-  return all;
+  }
+  return mask;
 }
 
-// counts: RangeCounts, zero before.
 __global__ void __launch_bounds__(kThreads)
-    mark_ranges_kernel(const __grid_constant__ MeasuredRecords in, int64_t records,
-                       const RangeRun* range_runs, RangeCounts layout, RangeMask* range_mask,
-                       uint32_t* tile_mask, SumState* counts) {
-  __shared__ unsigned s_parcel[kMaxShards], s_alone[kMaxShards], s_met;  // s_parcel: of a single view
+    mark_ranges_kernel(const __grid_constant__ MeasuredRecords in, int64_t records, int64_t large,
+                       const RangeRun* range_runs, RangeCounts layout,
+                       const __grid_constant__ MarkTarget out) {
   __shared__ RangeSums sums;
-  if (threadIdx.x < kMaxShards) {
-    s_parcel[threadIdx.x] = s_alone[threadIdx.x] = 0;
-    sums.pairs[threadIdx.x] = sums.patches[threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < kMaxShards; i += kThreads) {
+    sums.pairs[i] = sums.patches[i] = 0;
+    sums.cut_pairs[i] = sums.cut_patches[i] = sums.records[i] = sums.alone[i] = 0;
   }
-  if (threadIdx.x == 0) s_met = 0;
+  if (threadIdx.x == 0) sums.met = 0;
   __syncthreads();
   const int lane = threadIdx.x % kWarp;
+  const bool single_view = in.num_views == 1;
+  LaneRange own;  // of range `lane`
+  uint32_t met = 0;
+
+  for (int64_t i = first_large(); i < large; i += large_step()) {
+    const int64_t r = in.large[i];
+    const LargeRecord of(in, r);
+    const uint32_t mask = mark_large(in, of, range_runs, own);
+    if (lane == 0) {
+      out.range_mask[r] = mask;
+      out.tile_mask[r] = 0;
+      met += mask != 0;
+    }
+    for (uint32_t left = mask; left; left &= left - 1)
+      add_records(lane == 0 ? mask : 0u, of.v, __ffs(left) - 1, single_view, layout, out.counts, own);
+  }
+
   for (int64_t block = blockIdx.x; block * kThreads < records; block += gridDim.x) {
     const int64_t r = block * kThreads + threadIdx.x;
-    const bool held = r < records;
-    const RecordTiles tiles(in, r, held);
-    const int v = held ? in.view_of(r) : 0;
-    RangesMet met{&sums, 0, 0, 0, 0};
+    const RecordTiles tiles(in, r, r < records);
+    uint32_t mask = 0, found = 0;  // found: of a record of one range, patches and pairs
+    int v = 0;
     if (tiles.small) {
       const int32_t patches = in.patches[r];
+      v = in.view_of(r);
       const View& view = in.views[v];
       const RangeRun* const of_view = range_runs + view.tile_begin;
-      uint32_t mask = 0;
       tiles.for_tiles([&](int x, int y) { mask |= 1u << of_view[int64_t{y} * view.tiles_x + x].range; });
+      static_assert(kWarp * kSmallTiles * math::kTilePatches < 1 << 16);
       if ((mask & (mask - 1)) == 0)
-        met.add(__ffs(mask) - 1, tiles.cover.count, patches);
+        found = static_cast<uint32_t>(patches) << 16 | static_cast<uint32_t>(tiles.cover.count);
       else
-        met = met_by_small(in, r, range_runs, &sums);
+        add_cut(in, r, range_runs, &sums);
     }
-    uint32_t mask = met.mask;
-    for (unsigned left = __ballot_sync(kAllLanes, tiles.large); left; left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      const uint32_t of_it = add_large(in, __shfl_sync(kAllLanes, r, source), range_runs, &sums);
-      if (lane == source) mask = of_it;
+    if (r < records && !tiles.large) {
+      out.range_mask[r] = mask;
+      out.tile_mask[r] = tiles.cover.mask;
     }
-    if (held) {
-      range_mask[r] = mask;
-      tile_mask[r] = tiles.cover.mask;
-    }
-    const unsigned any = __ballot_sync(kAllLanes, mask != 0);
-    if (lane == 0 && any) atomicAdd(&s_met, static_cast<unsigned>(__popc(any)));
+    met += mask != 0;
     for (uint32_t left = __reduce_or_sync(kAllLanes, mask); left; left &= left - 1) {
       const int range = __ffs(left) - 1;
-      met.put_by_warp(range);
-      unsigned lanes = __ballot_sync(kAllLanes, mask >> range & 1u);
-      const unsigned alone = __ballot_sync(kAllLanes, mask == 1u << range);
-      if (lane == 0 && alone) atomicAdd(s_alone + range, static_cast<unsigned>(__popc(alone)));
-      if (in.num_views == 1) {
-        if (lane == 0) atomicAdd(s_parcel + range, static_cast<unsigned>(__popc(lanes)));
-        continue;
+      const uint32_t all = __reduce_add_sync(kAllLanes, mask == 1u << range ? found : 0u);
+      if (lane == range) {
+        own.pairs += all & 0xffffu;
+        own.patches += all >> 16;
       }
-      while (lanes) {  // the warp's views, one after the other
-        const int view = __shfl_sync(kAllLanes, v, __ffs(lanes) - 1);
-        const unsigned of_view = __ballot_sync(kAllLanes, v == view) & lanes;
-        if (lane == 0) atomicAdd(counts + layout.parcel(range, view), static_cast<SumState>(__popc(of_view)));
-        lanes &= ~of_view;
-      }
+      add_records(mask, v, range, single_view, layout, out.counts, own);
     }
   }
-  __syncthreads();
-  if (threadIdx.x < layout.ranges) {
-    const auto add = [&](int64_t word, SumState more) {
-      if (more) atomicAdd(counts + word, more);
-    };
-    const int range = threadIdx.x;
-    add(layout.parcel(range, 0), s_parcel[range]);
-    add(layout.alone(range), s_alone[range]);
-    add(layout.pairs(range), sums.pairs[range]);
-    add(layout.patches(range), sums.patches[range]);
+
+  met = __reduce_add_sync(kAllLanes, met);
+  if (lane == 0 && met) atomicAdd(&sums.met, met);
+  if (lane < kMaxShards) {
+    if (own.pairs) atomicAdd(sums.pairs + lane, own.pairs);
+    if (own.patches) atomicAdd(sums.patches + lane, own.patches);
+    if (own.records) atomicAdd(sums.records + lane, own.records);
+    if (own.alone) atomicAdd(sums.alone + lane, own.alone);
   }
-  if (threadIdx.x == 0 && s_met) atomicAdd(counts + layout.met(), static_cast<SumState>(s_met));
+  __syncthreads();
+  const auto add = [&](int64_t word, SumState more) {
+    if (more) atomicAdd(out.counts + word, more);
+  };
+  if (threadIdx.x < layout.ranges) {
+    const int range = threadIdx.x;
+    add(layout.parcel(range, 0), sums.records[range]);
+    add(layout.alone(range), sums.alone[range]);
+    add(layout.pairs(range), sums.pairs[range] + sums.cut_pairs[range]);
+    add(layout.patches(range), sums.patches[range] + sums.cut_patches[range]);
+  }
+  if (threadIdx.x == 0) add(layout.met(), sums.met);
 }
+static_assert(kMaxShards <= kWarp);
 
 void mark_ranges(Frame& frame, int home) {
   ShardRecords& in = frame.shards[static_cast<size_t>(home)];
@@ -360,11 +418,12 @@ void mark_ranges(Frame& frame, int home) {
     const unsigned blocks =
         static_cast<unsigned>(std::min<int64_t>(blocks_for(in.count, kThreads), resident));
     mark_ranges_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
-        measured_records(frame, home), in.count, layout.range_runs(in.parcel_words.data()), layout.counts,
-        in.range_mask.data(), in.tile_mask.data(), in.parcel_words.data());
+        measured_records(frame, home), in.count, in.large_count, layout.range_runs(in.parcel_words.data()),
+        layout.counts, MarkTarget{in.range_mask.data(), in.tile_mask.data(), in.parcel_words.data()});
     KERNEL_CHECK("assign", home, in.count);
   }
   in.patches = Buffer<int32_t>();
+  in.large = Buffer<uint32_t>();
   in.cover = Buffer<TileCover>();
 }
 
@@ -405,14 +464,19 @@ std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurv
 
 int64_t run_table_words(const Frame& frame) { return RunTable(frame).runs; }
 
-void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room, SumState* counts) {
+void count_tiles(const Frame& frame, int home, const SumState* records, const SumState* large, int64_t room,
+                 SumState* counts) {
   const RunTable table(frame);
   const int64_t resident =
       prepare_kernel(reinterpret_cast<const void*>(count_tiles_kernel), kThreads, 0, home);
   const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(blocks_for(room, kThreads), resident));
-  count_tiles_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(
-      measured_records(frame, home), records, room, std::countr_zero(static_cast<uint64_t>(table.run)),
-      record_share(frame), static_cast<int>(table.runs), counts);
+  const RunCounting how{records,
+                        large,
+                        room,
+                        std::countr_zero(static_cast<uint64_t>(table.run)),
+                        record_share(frame),
+                        static_cast<int>(table.runs)};
+  count_tiles_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(measured_records(frame, home), how, counts);
   KERNEL_CHECK("assign", home, room);
 }
 

@@ -19,8 +19,9 @@ std::shared_ptr<const DeviceCurve> device_curve(const View& view, const TileCurv
 int64_t run_table_words(const Frame& frame);
 
 // Adds what the home's first `room` measured records meet, of which there are as many as `records` [views]
-// say, to a row of the table on the device.
-void count_tiles(const Frame& frame, int home, const SumState* records, int64_t room, SumState* counts);
+// say and `large` [1] without a mask, to a row of the table on the device.
+void count_tiles(const Frame& frame, int home, const SumState* records, const SumState* large, int64_t room,
+                 SumState* counts);
 
 // Of a tile: its range, and how many tiles from it on, along its row, are of that range for certain.
 struct RangeRun {

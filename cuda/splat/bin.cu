@@ -21,6 +21,8 @@ namespace mgpu::splat {
 namespace {
 
 constexpr int kTileBins = 256;
+constexpr int kManyRecords = 4;  // a thread lists, where there are many
+constexpr int64_t kManyFrom = int64_t{2 * 132} * kThreads * kManyRecords;
 
 struct BinInput {
   const Record* record;
@@ -111,6 +113,15 @@ void measure(const BinInput& in, int self, TileOwner& owner, SumState* depth_his
 
 // ---- tiles of the records, nearest record first
 
+// Rows of a large record whose tiles are to be listed.
+struct LargePart {
+  int64_t place;  // of the record's first tile
+  int32_t record;
+  int32_t part;  // kPartRows of its rows
+};
+constexpr int kPartRows = 16;
+constexpr int kRecordsALargePart = 8;  // for as many records there is room for a part
+
 template <typename Key>
 struct EmitTarget {
   const TileCover* cover;
@@ -120,6 +131,22 @@ struct EmitTarget {
   int32_t* entry;
   SumState* histogram;  // [kTileBins] of the key's lowest digit, zero before
   SumState* state;      // [blocks], zero before
+  // Where there are many records; else all are listed where they are met.
+  LargePart* large;
+  SumState* large_count;  // [1], zero before; may be more than there is room for
+  int64_t large_room;
+
+  // histogram: the block's, of kTileBins.
+  __device__ __forceinline__ void put(int64_t place, int64_t tile, int32_t record, unsigned* of_block) const {
+    if (place >= pairs) return;
+    key[place] = static_cast<Key>(tile);
+    entry[place] = record;
+    atomicAdd(of_block + tile % kTileBins, 1u);
+  }
+  __device__ __forceinline__ void add(const unsigned* of_block) const {
+    if (threadIdx.x < kTileBins && of_block[threadIdx.x])
+      atomicAdd(histogram + threadIdx.x, static_cast<SumState>(of_block[threadIdx.x]));
+  }
 };
 
 // The place of the n-th set bit.
@@ -157,16 +184,73 @@ __device__ __forceinline__ int sum_of_lanes_to(int value) {  // inclusive
   return value;
 }
 
+// By all lanes of a warp: the tiles of a large record in its rows [first, end), its first tile having the
+// place `place`; 32 rows at a time, and on several shards a stretch of own tiles of each at a time.
+template <typename Key>
+__device__ __noinline__ void list_rows(const BinInput& in, const EmitTarget<Key>& out, int32_t r,
+                                       int64_t place, int first, int end, unsigned* histogram) {
+  const int lane = threadIdx.x % kWarp;
+  const Record large = load48(in.record + r);
+  const View& view = in.view_of(r);
+  const int32_t count = out.cover[r].count;
+  math::TileEllipse ellipse;
+  int32_t listed = 0;
+  if (math::make_tile_ellipse(large.mean2d, large.conic, large.opacity, ellipse)) {
+    const auto row_of = [&](int y) { return int64_t{y} * view.tiles_x; };
+    const auto next = [&](int y, int x, int span_end) -> math::TileSpan {
+      if (!in.several) return {x, span_end};
+      return in.own.next(in.own.runs + view.tile_begin + row_of(y), x, span_end);
+    };
+    for (int y = large.tile_rect[1] + lane; y < first; y += kWarp) {
+      const math::TileSpan span = math::tile_span_of(ellipse, view, large.tile_rect, y);
+      for (int x = span.begin; x < span.end;) {
+        const math::TileSpan mine = next(y, x, span.end);
+        listed += mine.end - mine.begin;
+        x = mine.end;
+      }
+    }
+    listed = __reduce_add_sync(kAllLanes, listed);
+    for (int top = first; top < end; top += kWarp) {
+      const int y = top + lane;
+      math::TileSpan span{0, 0};
+      if (y < end) span = math::tile_span_of(ellipse, view, large.tile_rect, y);
+      for (int x = span.begin; __any_sync(kAllLanes, x < span.end);) {
+        math::TileSpan mine{0, 0};
+        if (x < span.end) {
+          mine = next(y, x, span.end);
+          x = mine.end;
+        }
+        const int64_t row_first =
+            row_of(y) + mine.begin + (in.several ? 0 : view.tile_begin - in.tiles.begin);
+        const int width = mine.end - mine.begin;
+        const int width_to = sum_of_lanes_to(width), width_before = width_to - width;
+        const int rows_total = __shfl_sync(kAllLanes, width_to, kWarp - 1);
+        for (int start = 0; start < rows_total; start += kWarp) {
+          const int pair = start + lane, source = last_lane_at(width_before, pair);
+          const int64_t tile =
+              __shfl_sync(kAllLanes, row_first, source) + pair - __shfl_sync(kAllLanes, width_before, source);
+          if (pair < rows_total && listed + pair < count)
+            out.put(place + listed + pair, in.place_of(tile, r), r, histogram);
+        }
+        listed += rows_total;
+      }
+    }
+  }
+  if (end < large.tile_rect[3]) return;
+  for (int32_t ordinal = listed + lane; ordinal < count; ordinal += kWarp)
+    out.put(place + ordinal, in.tiles.size(), r, histogram);
+}
+
 // Keys and entries of all pairs, in the order of the records. Small records' pairs are dealt to the lanes of
-// a warp one by one; large records are listed for the block, and each is walked by a warp. Places that stay
-// empty get the key `tiles`, which sorts behind all: there are none unless home and owner counted
-// differently.
+// a warp one by one. Large records come first, as near ones, and few blocks have them all: they are listed
+// for the next kernel, or if there is no room each by a warp of the block. Places that stay empty get the key
+// `tiles`, which sorts behind all: there are none unless home and owner counted differently.
 template <typename Key, int kRecords>
 __global__ void __launch_bounds__(kThreads)
     emit_kernel(const __grid_constant__ BinInput in, const __grid_constant__ EmitTarget<Key> out) {
   constexpr int kBlockRecords = kThreads * kRecords;
   struct Large {
-    int32_t record, begin;
+    int32_t record, begin, first_row;
   };
   __shared__ Large s_large[kBlockRecords];
   __shared__ int s_large_count;
@@ -205,28 +289,35 @@ __global__ void __launch_bounds__(kThreads)
     before += w < warp ? s_warp_count[w] : 0;
     block_total += s_warp_count[w];
   }
-#pragma unroll
-  for (int k = 0; k < kRecords; ++k) {
-    begin[k] += before;
-    const int columns = cover[k].tile_rect[2] - cover[k].tile_rect[0];
-    const int rows = cover[k].tile_rect[3] - cover[k].tile_rect[1];
-    if (columns * rows > kSmallTiles && cover[k].count > 0) {
-      s_large[atomicAdd(&s_large_count, 1)] = {record[k], begin[k]};
-      cover[k].count = 0;
-    }
-  }
   if (warp == 0) {
     const int64_t base = sum_of_blocks_before(out.state, blockIdx.x, block_total);
     if (lane == 0) s_base = base;
   }
   __syncthreads();
   const int64_t base = s_base;
-  const auto put = [&](int64_t place, int64_t tile, int32_t of) {
-    if (place >= out.pairs) return;
-    out.key[place] = static_cast<Key>(tile);
-    out.entry[place] = of;
-    atomicAdd(s_histogram + tile % kTileBins, 1u);
-  };
+
+  // large records leave
+#pragma unroll
+  for (int k = 0; k < kRecords; ++k) {
+    begin[k] += before;
+    const int columns = cover[k].tile_rect[2] - cover[k].tile_rect[0];
+    const int rows = cover[k].tile_rect[3] - cover[k].tile_rect[1];
+    const bool large = columns * rows > kSmallTiles && cover[k].count > 0;
+    if (!__any_sync(kAllLanes, large)) continue;
+    const int parts = large ? (rows + kPartRows - 1) / kPartRows : 0;
+    int64_t at = 0;
+    int32_t listed = 0;
+    if (out.large) {
+      const int parts_to = sum_of_lanes_to(parts);
+      if (lane == kWarp - 1)
+        at = static_cast<int64_t>(atomicAdd(out.large_count, static_cast<SumState>(parts_to)));
+      at = __shfl_sync(kAllLanes, at, kWarp - 1) + parts_to - parts;
+      for (; listed < parts && at + listed < out.large_room; ++listed)
+        out.large[at + listed] = {base + begin[k], record[k], listed};
+    }
+    if (listed < parts) s_large[atomicAdd(&s_large_count, 1)] = {record[k], begin[k], listed * kPartRows};
+    if (large) cover[k].count = 0;
+  }
 
   // small records
 #pragma unroll
@@ -254,55 +345,45 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t tile = __shfl_sync(kAllLanes, corner, source) + row * row_tiles + bit - row * width;
       const int64_t place = base + __shfl_sync(kAllLanes, begin[k], source) + ordinal;
       const int32_t of = __shfl_sync(kAllLanes, record[k], source);
-      if (pair < small_total) put(place, in.place_of(tile, of), of);
+      if (pair < small_total) out.put(place, in.place_of(tile, of), of, s_histogram);
     }
   }
 
-  // large ones, 32 rows of tiles at a time; on several shards a stretch of own tiles of each row at a time
+  // large ones for which there is no room elsewhere
+  __syncthreads();
   for (int k = warp; k < s_large_count; k += kWarps) {
     const Large of = s_large[k];
-    const Record large = load48(in.record + of.record);
-    const View& view = in.view_of(of.record);
-    const int32_t count = out.cover[of.record].count;
-    math::TileEllipse ellipse;
-    int32_t listed = 0;
-    if (math::make_tile_ellipse(large.mean2d, large.conic, large.opacity, ellipse)) {
-      for (int top = large.tile_rect[1]; top < large.tile_rect[3]; top += kWarp) {
-        const int y = top + lane;
-        math::TileSpan span{0, 0};
-        if (y < large.tile_rect[3]) span = math::tile_span_of(ellipse, view, large.tile_rect, y);
-        const int64_t row = int64_t{y} * view.tiles_x;
-        int x = span.begin;
-        do {
-          math::TileSpan mine{x, span.end};
-          if (in.several) mine = in.own.next(in.own.runs + view.tile_begin + row, x, span.end);
-          x = mine.end;
-          const int64_t row_first = row + mine.begin + (in.several ? 0 : view.tile_begin - in.tiles.begin);
-          const int width = max(mine.end - mine.begin, 0);
-          const int width_to = sum_of_lanes_to(width), width_before = width_to - width;
-          const int rows_total = __shfl_sync(kAllLanes, width_to, kWarp - 1);
-          for (int start = 0; start < rows_total; start += kWarp) {
-            const int pair = start + lane, source = last_lane_at(width_before, pair);
-            const int64_t tile = __shfl_sync(kAllLanes, row_first, source) + pair -
-                                 __shfl_sync(kAllLanes, width_before, source);
-            if (pair < rows_total && listed + pair < count)
-              put(base + of.begin + listed + pair, in.place_of(tile, of.record), of.record);
-          }
-          listed += rows_total;
-        } while (__any_sync(kAllLanes, x < span.end));
-      }
-    }
-    for (int32_t ordinal = listed + lane; ordinal < count; ordinal += kWarp)
-      put(base + of.begin + ordinal, in.tiles.size(), of.record);
+    const uint16_t* const rect = out.cover[of.record].tile_rect;
+    list_rows(in, out, of.record, base + of.begin, rect[1] + of.first_row, rect[3], s_histogram);
   }
 
   if (blockIdx.x + 1 == gridDim.x) {
     for (int64_t place = base + block_total + threadIdx.x; place < out.pairs; place += kThreads)
-      put(place, in.tiles.size(), 0);
+      out.put(place, in.tiles.size(), 0, s_histogram);
   }
   __syncthreads();
-  if (threadIdx.x < kTileBins && s_histogram[threadIdx.x])
-    atomicAdd(out.histogram + threadIdx.x, static_cast<SumState>(s_histogram[threadIdx.x]));
+  out.add(s_histogram);
+}
+
+// The large records that emit_kernel has listed: a warp a part.
+template <typename Key>
+__global__ void __launch_bounds__(kThreads)
+    emit_large_kernel(const __grid_constant__ BinInput in, const __grid_constant__ EmitTarget<Key> out) {
+  __shared__ unsigned s_histogram[kTileBins];
+  for (int bin = threadIdx.x; bin < kTileBins; bin += kThreads) s_histogram[bin] = 0;
+  __syncthreads();
+  const int64_t found = static_cast<int64_t>(*out.large_count);
+  const int64_t parts = found < out.large_room ? found : out.large_room;
+  for (int64_t i = int64_t{threadIdx.x / kWarp} * gridDim.x + blockIdx.x; i < parts;
+       i += int64_t{gridDim.x} * kWarps) {
+    const LargePart of = out.large[i];
+    const uint16_t* const rect = out.cover[of.record].tile_rect;
+    const int first = rect[1] + of.part * kPartRows;
+    list_rows(in, out, of.record, of.place, first, min(first + kPartRows, static_cast<int>(rect[3])),
+              s_histogram);
+  }
+  __syncthreads();
+  out.add(s_histogram);
 }
 
 // tile_begin[t]: the first place with a key of at least t. A warp a tile cuts the range into 32 at a time.
@@ -338,14 +419,17 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
     const int tile_bits = std::bit_width(static_cast<uint64_t>(tiles));  // the key `tiles` means none
     const SortPlan by_depth = sort_plan(records, std::bit_width(owner.largest_depth_key), kDepthBins);
     const SortPlan by_tile = sort_plan(pairs, tile_bits, kTileBins);
-    constexpr int kManyRecords = 4;
-    const int a_thread = records >= int64_t{2 * 132} * kThreads * kManyRecords ? kManyRecords : 1;
+    const bool many = records >= kManyFrom;
+    const int a_thread = many ? kManyRecords : 1;
     const int64_t emit_blocks = blocks_for(records, kThreads * a_thread);
-    // zeros: states of the listing, histograms of tiles and depths, what the sorts need
+    // zeros: how many large parts there are, states of the listing, histograms of tiles and depths, what the
+    // sorts need
     Buffer<SumState> zeros(
-        emit_blocks + kTileBins + kDepthBins + by_depth.words(kDepthBins) + by_tile.words(kTileBins), self);
+        1 + emit_blocks + kTileBins + kDepthBins + by_depth.words(kDepthBins) + by_tile.words(kTileBins),
+        self);
     zero(zeros);
-    SumState* const histogram = zeros.data() + emit_blocks;
+    SumState* const states = zeros.data() + 1;
+    SumState* const histogram = states + emit_blocks;
     SumState* const depth_words = histogram + kTileBins + kDepthBins;
     SumState* const tile_words = depth_words + by_depth.words(kDepthBins);
     SumState* depth_histogram = owner.depth_histogram.data();
@@ -361,11 +445,20 @@ void list_tiles(const BinInput& in, int self, TileOwner& owner) {
     const int ordered = sort_by_digits<kDepthBins>(by_depth, depth_keys, nullptr, orders, records,
                                                    depth_histogram, depth_words, false, self);
 
-    const EmitTarget<Key> target{owner.cover.data(),        orders[ordered], pairs,       key.data(),
-                                 owner.entry_record.data(), histogram,       zeros.data()};
+    Buffer<LargePart> large(many ? records / kRecordsALargePart : 0, self);
+    const EmitTarget<Key> target{
+        owner.cover.data(), orders[ordered], pairs,        key.data(),   owner.entry_record.data(),
+        histogram,          states,          large.data(), zeros.data(), large.size()};
     const auto emit = a_thread == 1 ? emit_kernel<Key, 1> : emit_kernel<Key, kManyRecords>;
     emit<<<static_cast<unsigned>(emit_blocks), kThreads, 0, stream>>>(in, target);
     KERNEL_CHECK("bin", self, records);
+    if (many) {
+      const int64_t resident =
+          prepare_kernel(reinterpret_cast<const void*>(emit_large_kernel<Key>), kThreads, 0, self);
+      emit_large_kernel<Key><<<static_cast<unsigned>(resident), kThreads, 0, stream>>>(in, target);
+      KERNEL_CHECK("bin", self, records);
+    }
+    large = Buffer<LargePart>();
     order = Buffer<int32_t>();
     owner.depth_key = Buffer<uint32_t>();
     other_depth_key = Buffer<uint32_t>();

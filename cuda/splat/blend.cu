@@ -229,7 +229,7 @@ struct BlendShared {
   // two batches: one is read while the other one comes
   StagedRecord record[2][kBatch];
   float2 half_extent[2][kBatch];
-  uint8_t met[2][kBatch];  // patches, a bit each
+  uint8_t met[2][kBatch];  // patches of the block, a bit each
   StagedRecord nobody;     // lights nothing
   // of each patch: addresses in `record`, below 64 KB as all of this, of what it meets in the batch
   alignas(8) uint16_t list[math::kTilePatches][kBatch + kTogether];
@@ -256,7 +256,8 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
                                            int64_t tile, int part, int64_t begin, int64_t count) {
   constexpr int kLanes = math::kPatchX * math::kPatchY / kPixels, kSides = kWarp / kLanes;
   constexpr int kPatches = kBlendThreads / kLanes;  // of the block
-  constexpr int kAtOnce = kPixels == 1 ? 4 : 2;     // records whose alphas are taken before one is blended
+  constexpr int kRows = kPatches / math::kPatchesAcross;
+  constexpr int kAtOnce = kPixels == 1 ? 4 : 2;  // records whose alphas are taken before one is blended
   static_assert(kTogether % kAtOnce == 0);
   const TilePlace place = place_of(views, in.first_tile + tile);
   const ViewImages view = views[place.view];
@@ -351,8 +352,8 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
       const float2 half = shared.half_extent[buffer][threadIdx.x];
       const float mean2d[2] = {mine.shape.x, mine.shape.y}, half_extent[2] = {half.x, half.y};
       const float conic[3] = {mine.shape.z, mine.shape.w, mine.rest.x};
-      met = math::patches_met(mean2d, conic, half_extent, static_cast<float>(place.x),
-                              static_cast<float>(place.y));
+      met = math::patches_met<kRows>(mean2d, conic, half_extent, static_cast<float>(place.x),
+                                     static_cast<float>(place.y + part * kRows * math::kPatchY));
       const math::Falloff falloff = math::make_falloff(conic);
       mine.shape.z = falloff.a;
       mine.shape.w = falloff.b;
@@ -374,7 +375,7 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
 
     int length[kSides] = {};
     for (int first = 0; first < kBatch && batch + first < count; first += kWarp) {
-      const uint32_t bits = shared.met[buffer][first + lane] >> (part * kPatches + warp * kSides);
+      const uint32_t bits = shared.met[buffer][first + lane] >> (warp * kSides);
       const uint32_t address = shared_address(&shared.record[buffer][first + lane]);
 #pragma unroll
       for (int i = 0; i < kSides; ++i) {

@@ -106,7 +106,9 @@ struct ShardRecords {
   // home; several shards: bit r is set if range r has a tile of the record. Host: until it is packed; CUDA:
   // says which records a parcel has, there and back
   Buffer<RangeMask> range_mask;
-  Buffer<int32_t> patches;     // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
+  Buffer<int32_t> patches;  // home; CUDA, several shards: as in TileOwner, until stage "assign" is done
+  Buffer<uint32_t> large;   // home; the same: the large_count records without a mask of tiles, in any order
+  int64_t large_count = 0;
   Buffer<TileCover> cover;     // home; the same: all tiles of the record
   Buffer<uint32_t> tile_mask;  // home; CUDA, several shards, from stage "assign" until packed: their `mask`
   Buffer<unsigned long long> parcel_words;  // home; CUDA, several shards: ParcelWords (assign_kernels.h)

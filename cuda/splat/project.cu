@@ -273,7 +273,8 @@ struct RecordTarget {
   bool measured;  // false: records alone are wanted
   // what stage "bin" needs, or on several shards "assign"
   float2* half_extent;  // one shard; else null
-  int32_t* patches_of;  // several shards; else null
+  int32_t* patches_of;  // several shards; else null, as the next one
+  uint32_t* large;      // records without a mask of their tiles, in any order
   TileCover* cover;
   uint32_t* depth_key;
   SumState* depth_histogram;
@@ -282,6 +283,7 @@ struct RecordTarget {
   SumState *pairs, *patches;    // [1]
   SumState* largest_depth_key;  // [1]
   SumState* colourless;         // [1]: rows whose colour is not finite
+  SumState* large_count;        // [1]
   SumState* state;              // [blocks of candidates], zero before
 };
 
@@ -459,6 +461,14 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
         if (out.patches_of) out.patches_of[r] = cover.patches;
         atomicAdd(s_histogram + key % kDepthBins, 1u);
       }
+      if (out.large) {
+        const bool large = held && cover.count > 0 && !walk.is_small();
+        const unsigned lanes = __ballot_sync(kAllLanes, large);
+        SumState first = 0;
+        if (lane == 0 && lanes) first = atomicAdd(out.large_count, static_cast<SumState>(__popc(lanes)));
+        first = __shfl_sync(kAllLanes, first, 0);
+        if (large) out.large[first + __popc(lanes & ((1u << lane) - 1u))] = static_cast<uint32_t>(r);
+      }
     }
 
     // colour
@@ -555,7 +565,7 @@ class ShardProjection {
         rows_(frame.homes[static_cast<size_t>(shard)]),
         done_(rows_.empty() || views_ == 0),
         pinholes_(frame.all_pinholes()),
-        counters_(2 * views_ + 5),
+        counters_(2 * views_ + 6),
         counts_(static_cast<size_t>(counters_ + (owners_ > 1 ? run_table_words(frame) : 0)), 0),
         depth_key_(0, shard),
         depth_histogram_(0, shard) {
@@ -628,7 +638,8 @@ class ShardProjection {
       }
     });
     KERNEL_CHECK("project", shard_, room_);
-    if (owners_ > 1) count_tiles(frame_, shard_, target.records, room_, counters + counters_);
+    if (owners_ > 1)
+      count_tiles(frame_, shard_, target.records, target.large_count, room_, counters + counters_);
   }
 
   void ask(ReadBack& read_back) {
@@ -644,7 +655,7 @@ class ShardProjection {
         most_candidates = std::max(most_candidates, static_cast<int64_t>(counts_[static_cast<size_t>(v)]));
         total += static_cast<int64_t>(counts_[static_cast<size_t>(views_ + v)]);
       }
-      const bool colourless = counts_[static_cast<size_t>(counters_ - 2)] > 0;
+      const bool colourless = counts_[static_cast<size_t>(counters_ - 3)] > 0;
       const bool filled =
           most_candidates <= candidate_room_ && total <= room_ && (checks_colour_ || !colourless);
       checks_colour_ |= colourless;
@@ -717,12 +728,15 @@ class ShardProjection {
       measure_into(out.cover, depth_key_, depth_histogram_);  // depths are sorted by their owners
       out.patches.resize_discard(room_);
       target.patches_of = out.patches.data();
+      out.large.resize_discard(room_);
+      target.large = out.large.data();
     }
     target.records = counters;
     target.pairs = counters + views_;
     target.patches = target.pairs + 1;
     target.largest_depth_key = target.patches + 1;
     target.colourless = target.largest_depth_key + 1;
+    target.large_count = target.colourless + 1;
     target.state = state;
     return target;
   }
@@ -745,6 +759,7 @@ class ShardProjection {
       out.view.resize_discard(out.count);
       out.record.resize_discard(out.count);
     }
+    out.large_count = static_cast<int64_t>(counts_[static_cast<size_t>(counters_ - 2)]);
     if (owners_ > 1) {
       std::copy(counts_.begin() + counters_, counts_.end(),
                 frame_.run_table.begin() + shard_ * (static_cast<int64_t>(counts_.size()) - counters_));
@@ -770,7 +785,7 @@ class ShardProjection {
   static constexpr int64_t kTickets = 1;  // of the walk over cells
   ShardCells cells_;
   DriftBounds bounds_;
-  // candidates [views], records [views], pairs, patches, largest key, colourless rows, cells listed
+  // candidates [views], records [views], pairs, patches, largest key, colourless rows, large, cells listed
   int64_t counters_;
   std::vector<SumState> counts_;  // these, and on several shards the home's row of Frame::run_table
   Buffer<SumState> scratch_;      // the ticket, the counts, states of the running sums
@@ -848,6 +863,7 @@ void project(Frame& frame) {
     out.view = Buffer<int32_t>(0, owner);
     out.record = Buffer<Record>(0, owner);
     out.patches = Buffer<int32_t>(0, owner);
+    out.large = Buffer<uint32_t>(0, owner);
     out.cover = Buffer<TileCover>(0, owner);
     work.emplace_back(frame, owner);
   }

@@ -19,7 +19,10 @@ SOURCES = (
     "mesh/mesh.cpp",
 )
 LAUNCH = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", re.S)
-SAMPLED_FROM = "kSampledFrom = int64_t{1} << 17"
+MANY = {
+    "kSampledFrom = int64_t{1} << 17": "kSampledFrom = 512",
+    "kManyFrom = int64_t{2 * 132} * kThreads * kManyRecords": "kManyFrom = 150",
+}
 DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
@@ -32,10 +35,11 @@ def without_launches(text: str) -> str:
     return re.sub(r'asm volatile\("st\.relaxed.*?\);', "*state = value;", text, flags=re.S)
 
 
-def with_a_small_sample(text: str) -> str:
-    """Few records are played, and of 512 on a home every eighth is counted."""
-    assert text.count(SAMPLED_FROM) == 1
-    return text.replace(SAMPLED_FROM, "kSampledFrom = 512")
+def with_few_being_many(text: str) -> str:
+    """Few records are played: so many are many."""
+    found = [name for name in MANY if name in text]
+    assert len(found) == 1 and text.count(found[0]) == 1
+    return text.replace(found[0], MANY[found[0]])
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,9 @@ def check_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "cuda", folder / "cuda")
     for path in [*(folder / "cuda" / "splat").glob("*.cu"), *(folder / "cuda" / "splat").glob("*.h")]:
         path.write_text(without_launches(path.read_text()))
-    assign = folder / "cuda" / "splat" / "assign.cu"
-    assign.write_text(with_a_small_sample(assign.read_text()))
+    for name in ("assign.cu", "bin.cu"):
+        path = folder / "cuda" / "splat" / name
+        path.write_text(with_few_being_many(path.read_text()))
     flags = ["-O2", "-w", "-DMGPU_CUDA=1", f"-I{PLAYED / 'stub'}", f"-I{folder / 'cuda'}"]
     flags += ["-include", str(PLAYED / "cuda_on_host.h")]
     sources = [str(PLAYED / "check_exchange.cpp"), *(str(folder / "cuda" / name) for name in SOURCES)]

@@ -287,6 +287,11 @@ class Play {
       }
       home.view_begin.push_back(static_cast<int64_t>(records.size()));
     }
+    std::vector<uint32_t> large;  // in any order
+    for (size_t i = records.size(); i-- > 0;)
+      if (!is_small(records[i])) large.push_back(static_cast<uint32_t>(i));
+    home.large = to_buffer(large, shard);
+    home.large_count = static_cast<int64_t>(large.size());
     home.count = static_cast<int64_t>(records.size());
     records_ += home.count;
     home.record = to_buffer(records, shard);
@@ -303,7 +308,9 @@ class Play {
       counts.push_back(static_cast<SumState>(home.view_begin[v + 1] - home.view_begin[v]));
     if (home.count == 0) return;
     SumState* const table = reinterpret_cast<SumState*>(frame_.run_table.data());
-    count_tiles(frame_, shard, counts.data(), home.count, table + shard * run_table_words(frame_));
+    const SumState large_count = large.size();
+    count_tiles(frame_, shard, counts.data(), &large_count, home.count,
+                table + shard * run_table_words(frame_));
   }
 
   // A Gaussian somewhere, of a size between a quarter and four times the case's; false if it meets no tile.
