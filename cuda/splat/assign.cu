@@ -6,6 +6,14 @@
 // owners. Floor: 20 bytes a record and 8 more. Two read-backs: that of stage "project", with 8 bytes a run
 // more, and one here of some numbers.
 #include "splat/assign.h"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "memory/transfer.h"
 #include "splat/assign_kernels.h"
 #include "splat/cover.h"
 #include "splat/kernels.h"
@@ -64,8 +72,8 @@ struct RecordTiles {
   }
 };
 
-// By all lanes of a warp, the same: a large record. They are neighbours, so that each would keep the others
-// of its block waiting; the launch's warps take them in turn.
+// A large record, by all lanes of a warp. They are neighbours, and would keep the few blocks that meet them
+// busy and all else waiting: the launch's warps take them in turn.
 struct LargeRecord {
   Record record;
   int v;
