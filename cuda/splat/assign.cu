@@ -94,11 +94,8 @@ __device__ __forceinline__ int64_t large_step() { return int64_t{gridDim.x} * kW
 
 // Many records are counted by every kSample-th, which says where ranges may end as well: there, a range's
 // share of the cost is known to a per cent or better.
-constexpr int64_t kSampledFrom = int64_t{1} << 17;
+constexpr int64_t kSampledFrom = int64_t{1} << 17, kSampledLargeFrom = kSampledFrom / 8;
 constexpr int64_t kSample = 8;
-__device__ __forceinline__ int64_t sample_step(int64_t records) {
-  return records < kSampledFrom ? 1 : kSample;
-}
 
 // What a block has counted. Neighbouring rows meet the same runs, so that sums in memory would have blocks
 // wait for each other at a few addresses.
@@ -153,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const auto large = static_cast<int64_t>(*how.large);
-  const int64_t large_weight = sample_step(large);
+  const int64_t large_weight = large < kSampledLargeFrom ? 1 : kSample;
   for (int64_t i = first_large(); i * large_weight < large; i += large_step()) {
     const int64_t r = in.large[i * large_weight];
     const LargeRecord of(in, r);
@@ -171,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t held = 0;
   for (int v = 0; v < in.num_views; ++v) held += static_cast<int64_t>(how.records[v]);
   held = held < how.room ? held : how.room;
-  const int64_t weight = sample_step(held);
+  const int64_t weight = held < kSampledFrom ? 1 : kSample;
   for (int64_t block = blockIdx.x; block * kThreads * weight < held; block += gridDim.x) {
     const int64_t r = (block * kThreads + threadIdx.x) * weight;
     const RecordTiles tiles(in, r, r < held);
