@@ -281,6 +281,13 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
+def rows_of(state: dict[str, Any]) -> int:
+    """Gaussians in a checkpoint; 0 where it does not say, and has no means of ours or of splatfacto."""
+    pipeline = state["pipeline"]
+    means = pipeline.get("_model.gauss_params.means", pipeline.get("_model.means"))
+    return int(state.get("gaussians", 0 if means is None else len(means)))
+
+
 def strategy_of(state: dict[str, Any], path: Path) -> dict[str, Any] | None:
     """The strategy's state in a checkpoint that was read from `path`; None where it has none, as those of other methods.
 

@@ -78,7 +78,8 @@ class MgpuSplatPipeline(VanillaPipeline):
             metadata=dataset.metadata,
             device=device,
             grad_scaler=grad_scaler,
-            seed_points=seeds,
+            # a checkpoint's Gaussians take their place: seeds would be thinned, measured and sorted for nothing
+            seed_points=None if self.config.resumed_gaussians else seeds,
             load_only=test_mode != "val",
             max_gaussians=cap,
         )

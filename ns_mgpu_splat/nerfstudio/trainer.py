@@ -130,7 +130,7 @@ class MgpuSplatTrainer(Trainer):
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         self._loaded = self._read_checkpoint()
-        self.config.pipeline.resumed_gaussians = int((self._loaded or {}).get("gaussians", 0))
+        self.config.pipeline.resumed_gaussians = 0 if self._loaded is None else checkpoint.rows_of(self._loaded)
         try:
             super().setup(test_mode)
         except Exception as error:
