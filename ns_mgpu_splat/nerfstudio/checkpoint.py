@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import files
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.text_files import why_no_file
 from ns_mgpu_splat.words import shown_bytes
 
@@ -375,5 +375,5 @@ def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Pat
         pipeline.load_pipeline(state["pipeline"], state["step"])
     except CheckpointError as error:
         raise SystemExit(f"{speaker()}: {error}") from None
-    CONSOLE.print(f":white_check_mark: Done loading checkpoint from {path}")
+    say(f":white_check_mark: Done loading checkpoint from {path}")
     return path, state["step"]

@@ -28,7 +28,7 @@ class OpenLine:
         self._out = sys.stdout
         self._out.write(f"\r{up}\033[J{text}")
         self._out.flush()
-        self._rows = max(0, len(text) - 1) // _width(self._out)
+        self._rows = max(0, len(text) - 1) // columns_of(self._out)
         for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
             self._watch(stream)
 
@@ -62,10 +62,10 @@ class OpenLine:
             del stream.write
 
 
-def _width(stream: TextIO) -> int:
-    """Columns; of a terminal that does not know how many it has, so many that a line never takes a second row."""
+def columns_of(stream: TextIO) -> int:
+    """Columns of a terminal; where there is none, or it does not know, so many that no line takes a second row."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # a stream of somebody else's may have no `fileno`
         columns = 0
     return columns or 1 << 20
