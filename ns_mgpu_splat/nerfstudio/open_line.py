@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import IO, Any
 
 
 class OpenLine:
@@ -17,7 +17,7 @@ class OpenLine:
     """
 
     def __init__(self) -> None:
-        self._out: TextIO | None = None  # where it is open
+        self._out: IO[str] | None = None  # where it is open
         self._watched: list[Any] = []
         self._rows = 0  # above the last one, where it is longer than the terminal is wide
 
@@ -62,7 +62,7 @@ class OpenLine:
             del stream.write
 
 
-def columns_of(stream: TextIO) -> int:
+def columns_of(stream: IO[str]) -> int:
     """Columns of a terminal; where there is none, or it does not know, so many that no line takes a second row."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
