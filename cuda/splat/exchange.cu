@@ -250,7 +250,7 @@ static_assert(kStaged >= kThreads);
 
 // A record's parts are added in the order of their owners. begin: of ParcelWords. The stretches that a block
 // reads follow from its begins alone: a thread's own record matters when they are there.
-__global__ void __launch_bounds__(kThreads, 6)
+__global__ void __launch_bounds__(kThreads, 8)
     collect_kernel(const RangeMask* range_mask, int64_t records, int owners, const uint32_t* begin,
                    const __grid_constant__ PartSource in, RecordGrad* grad) {
   __shared__ float4 s_part[3 * kStaged];
