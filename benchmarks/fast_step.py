@@ -42,6 +42,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from kernel_profile import profiled
 from torch import Tensor
 
 SH_C0 = 0.28209479177387814
@@ -353,24 +354,20 @@ class Mgpu:
 
         The wait after the last of five iterations is in it, too: a fifth of a call.
         """
-        from torch.profiler import ProfilerActivity, profile
-
-        self.prepare(row)
         rounds = 5
-        for _ in range(3):
-            self.iteration("full")
-        self.clock.wait()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+
+        def work() -> None:
             for _ in range(rounds):
                 self.iteration("full")
             self.clock.wait()
-        kernels = [
-            {"kernel": e.key, "ms": e.device_time_total / 1e3 / rounds, "launches": e.count / rounds}
-            for e in profiled.key_averages()
-            if e.device_time_total > 0
-        ]
-        waits = {e.key: e.count / rounds for e in profiled.key_averages() if "Synchronize" in e.key}
-        return {"kernels": sorted(kernels, key=lambda kernel: -kernel["ms"]), "waits": waits}
+
+        self.prepare(row)
+        for _ in range(3):
+            self.iteration("full")
+        self.clock.wait()
+        found = profiled(work, rounds)
+        kernels = [{"kernel": k.name, "ms": k.ms, "launches": k.launches} for k in found.kernels]
+        return {"kernels": kernels, "waits": found.waits}
 
 
 # ---- gsplat

@@ -26,6 +26,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from run_suite import APART
+
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 STEPS = (
@@ -33,7 +36,6 @@ STEPS = (
     *("splats", "device", "apart", "partition", "managed", "opinfo", "large", "sanitize"),
 )
 TOGETHER = 4  # checks at a time on a GPU: many processes on one GPU take turns, and all are slow
-APART = {"MGPU_TEST_APART": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue for each stream
 NEED = {"MGPU_REQUIRE_GPU": "1", "OMP_NUM_THREADS": "2"}  # the host's part of many tests at a time
 METHODS = {"NERFSTUDIO_METHOD_CONFIGS": "mgpu-splat=ns_mgpu_splat.nerfstudio.config:mgpu_splat"}
 

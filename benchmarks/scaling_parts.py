@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_profile import profiled
 from torch import Tensor
 
 Rows = Iterator[dict[str, Any]]
@@ -265,27 +266,21 @@ def host_times(scene: Scene, steps: list[list[Any]]) -> dict[str, float]:
 def kernel_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
     """`kernels_ms`, by torch's profiler: kernels, copies and fills of a step, in sum over all shards; `launches` of them, and
     `kernels`, each one's milliseconds."""
-    from torch.profiler import ProfilerActivity, profile
+
+    def work() -> None:
+        for cameras in steps:
+            scene.step(cameras)
+        everything_done()
 
     with stage_timing(None):
         scene.step(steps[0])
         mgpu().synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            for cameras in steps:
-                scene.step(cameras)
-            everything_done()
-    kernels: dict[str, float] = {}
-    launches = 0
-    for event in profiled.key_averages():
-        if event.device_time_total > 0:
-            name = event.key.replace("(anonymous namespace)::", "").replace("mgpu::splat::", "")
-            name = name.removeprefix("void ").split("(")[0].split("<")[0]
-            kernels[name] = kernels.get(name, 0.0) + event.device_time_total / 1e3 / len(steps)
-            launches += event.count
+        found = profiled(work, len(steps))
+    kernels = found.by_short_name()
     return {
         "kernels_ms": sum(kernels.values()),
-        "launches": launches / len(steps),
-        "kernels": {name: round(ms, 4) for name, ms in sorted(kernels.items(), key=lambda item: -item[1])},
+        "launches": sum(kernel.launches for kernel in found.kernels),
+        "kernels": {name: round(ms, 4) for name, ms in kernels.items()},
     }
 
 

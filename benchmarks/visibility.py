@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from fast_step import COLUMNS, LR, Clock, Garden
+from kernel_profile import profiled
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "partition"))
@@ -151,18 +152,18 @@ class Scene:
         """Milliseconds of kernels in one iteration; none without a GPU."""
         if not self.on_gpu:
             return {}
-        from torch.profiler import ProfilerActivity, profile
-
         rounds = 5
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+
+        def work() -> None:
             for _ in range(rounds):
                 self.iteration()
             self.clock.wait()
+
         out = dict.fromkeys(KERNELS, 0.0)
-        for event in profiled.key_averages():
+        for kernel in profiled(work, rounds).kernels:
             for part, names in KERNELS.items():
-                if any(name in event.key for name in names):
-                    out[part] += event.device_time_total / 1e3 / rounds
+                if any(name in kernel.name for name in names):
+                    out[part] += kernel.ms
         return out
 
     def measure(self, *, cells: bool) -> dict[str, Any]:

@@ -30,6 +30,8 @@ RUNS = (  # of tests/nerfstudio, so that the rest of it can run beside them
     "test_signals.py",
     "test_train.py",
 )
+# each shard of one GPU counts as a GPU of its own, with a queue for each stream; benchmarks/gpu_round.py takes it from here
+APART = {"MGPU_TEST_APART": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 MOST_AT_ONCE = 6  # groups; each takes up to 3 GB of memory
 NOTHING_FOUND = (
     5  # pytest's exit code: no room but those named has tests of the kind (all runs together must have some)
@@ -59,7 +61,6 @@ def groups(*, slow: bool, gpu: bool) -> list[Group]:
         need = {"MGPU_REQUIRE_GPU": "1"}
         meshes = ["0", "0,0,0", "0,0,0,0", *(["0,1"] if gpu_count() > 1 else [])]
         again = "not slow and not any_mesh"
-        apart = {"MGPU_TEST_APART": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
         return [
             # the tests of the CPU spine and those of GPUs alone, on every mesh
             Group(f"gpu {meshes[0]}", ["-m", "not slow", *rooms], meshes[0], need),
@@ -70,7 +71,7 @@ def groups(*, slow: bool, gpu: bool) -> list[Group]:
                     f"gpu 0,0,0, apart{', late' if late else ''}",
                     ["-m", again, *rooms],
                     "0,0,0",
-                    need | apart | late,
+                    need | APART | late,
                 )
                 for late in ({}, {"MGPU_TEST_LATE_GPU": "8:300"})
             ),

@@ -28,27 +28,34 @@ struct RangeRun {
   uint8_t range, length;
 };
 
-// ShardRecords::parcel_words: the home's RangeCounts; for each range, of the blocks of kThreads records, how
-// many records the parcel has up to the block's end (look_back.h), once it is packed; and a RangeRun a
-// tile of all views, counted row by row.
+// ShardRecords::parcel_words: the home's RangeCounts; zeros for the sums of stage "pack", of each range one
+// for kSummedWarps warps of records (look_back.h); and a RangeRun a tile of all views, counted row by row.
+// Behind these, once it is packed: for each warp of records, and for one behind the last, range by range how
+// many records of the parcel are before it. 32 bits are enough, as owners number what they receive by 32.
+constexpr int kSummedWarps = 256;
+
+constexpr int64_t warps_of(int64_t records) { return (records + kWarp - 1) / kWarp; }
+
 struct ParcelWords {
   RangeCounts counts;
-  int64_t blocks, tiles;
+  int64_t records, tiles;
 
+  constexpr int64_t sums() const { return warps_of(records) / kSummedWarps + 1; }
   constexpr int64_t states() const { return counts.words(); }
-  constexpr int64_t table() const { return states() + counts.ranges * blocks; }
-  constexpr int64_t words() const {
+  constexpr int64_t table() const { return states() + counts.ranges * sums(); }
+  constexpr int64_t begins() const {
     constexpr int64_t kRuns = sizeof(SumState) / sizeof(RangeRun);
     return table() + (tiles + kRuns - 1) / kRuns;
   }
+  constexpr int64_t words() const { return begins() + (counts.ranges * (warps_of(records) + 1) + 1) / 2; }
   HOST_DEVICE RangeRun* range_runs(SumState* all) const { return reinterpret_cast<RangeRun*>(all + table()); }
   const RangeRun* range_runs(const SumState* all) const {
     return reinterpret_cast<const RangeRun*>(all + table());
   }
+  uint32_t* begin_of_warp(SumState* all) const { return reinterpret_cast<uint32_t*>(all + begins()); }
 };
 inline ParcelWords parcel_words(const Frame& frame, int home) {
-  return {range_counts(frame), blocks_for(frame.shards[static_cast<size_t>(home)].count, kThreads),
-          frame.tile_count()};
+  return {range_counts(frame), frame.shards[static_cast<size_t>(home)].count, frame.tile_count()};
 }
 
 }  // namespace mgpu::splat

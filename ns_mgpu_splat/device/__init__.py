@@ -107,7 +107,7 @@ def init(devices: str | None = None) -> torch.device:
         # at least two, so that a mesh of several shards really forks; a mesh of one keeps torch's own threads
         native_module.set_num_threads(max(torch.get_num_threads(), min(2, len(mesh.shards))))
 
-        from ns_mgpu_splat.device import files, module, sparse
+        from ns_mgpu_splat.device import files, layouts, module
 
         native_module.install_allocation_scope()
         torch.utils.rename_privateuse1_backend("mgpu")
@@ -116,7 +116,7 @@ def init(devices: str | None = None) -> torch.device:
             for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
         )
         files.register()
-        sparse.refuse_sparse()
+        layouts.refuse_layouts()
         atexit.register(_wait_for_autograd, os.getpid())
         _mesh = mesh
         if apart:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import files
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.text_files import why_no_file
 from ns_mgpu_splat.words import shown_bytes
 
@@ -281,6 +281,13 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
+def rows_of(state: dict[str, Any]) -> int:
+    """Gaussians in a checkpoint; 0 where it does not say, and has no means of ours or of splatfacto."""
+    pipeline = state["pipeline"]
+    means = pipeline.get("_model.gauss_params.means", pipeline.get("_model.means"))
+    return int(state.get("gaussians", 0 if means is None else len(means)))
+
+
 def strategy_of(state: dict[str, Any], path: Path) -> dict[str, Any] | None:
     """The strategy's state in a checkpoint that was read from `path`; None where it has none, as those of other methods.
 
@@ -368,5 +375,5 @@ def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Pat
         pipeline.load_pipeline(state["pipeline"], state["step"])
     except CheckpointError as error:
         raise SystemExit(f"{speaker()}: {error}") from None
-    CONSOLE.print(f":white_check_mark: Done loading checkpoint from {path}")
+    say(f":white_check_mark: Done loading checkpoint from {path}")
     return path, state["step"]

@@ -28,7 +28,6 @@ from nerfstudio.data.datamanagers.full_images_datamanager import (
 )
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.datasets.base_dataset import InputDataset
-from nerfstudio.utils.rich_utils import CONSOLE
 from torch.nn import Parameter
 from tyro.conf import Suppress
 
@@ -42,6 +41,7 @@ from ns_mgpu_splat.device import is_initialized, native
 from ns_mgpu_splat.nerfstudio.dataparser import MgpuSplatDataParserConfig
 from ns_mgpu_splat.nerfstudio.feed import DeviceImage, ImageFeed, kAhead
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.tools import speaker
 
 kMostThreads = 16  # that decode by themselves: beyond, memory and disk are the limit
@@ -335,8 +335,8 @@ class MgpuSplatDatamanager(FullImageDatamanager):
             self.train_dataset.pictures.get(index)
         except ImageError as error:
             self._unreadable.add(index)
-            CONSOLE.print("[bold yellow]A training image is left out from now on:[/bold yellow]")
-            CONSOLE.print(f"  - {error}", markup=False, highlight=False)
+            say("[bold yellow]A training image is left out from now on:[/bold yellow]")
+            say(f"  - {error}", markup=False, highlight=False)
             return False
         return True
 

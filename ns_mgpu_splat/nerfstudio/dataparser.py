@@ -41,6 +41,7 @@ from ns_mgpu_splat.data.depth import DepthSamples, samples_from_map, samples_fro
 from ns_mgpu_splat.data.images import ImageSource
 from ns_mgpu_splat.data.lens import Lens, fisheye_angle, undistorted_pinhole
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
+from ns_mgpu_splat.nerfstudio.say import say
 
 # Below this many pixels a training run decodes every image once before it starts (about 10 s a gigapixel and core);
 # above, only headers and file endings are read.
@@ -243,9 +244,9 @@ class MgpuSplatDataParser(DataParser):
             lost = {b.index for b in bad if not b.files}
             self._fileless = {capture.frames[b.index].image for b in bad if b.files}
             capture.frames = [f for i, f in enumerate(capture.frames) if i not in lost]
-            CONSOLE.print(f"[bold yellow]{left_out:,} of {total:,} frames are left out:[/bold yellow]")
+            say(f"[bold yellow]{left_out:,} of {total:,} frames are left out:[/bold yellow]")
             for sentence in unusable:
-                CONSOLE.print(f"  - {printable(sentence)}", markup=False, highlight=False)
+                say(f"  - {printable(sentence)}", markup=False, highlight=False)
         lists = capture.listed_split
         both = lists.get("train", set()) & (lists.get("val", set()) | lists.get("test", set()))
         if both and level != "none" and config.eval_mode == "auto":
@@ -256,7 +257,7 @@ class MgpuSplatDataParser(DataParser):
         if level != "none" and capture.orientation_override is None:
             capture.notes += orientation_notes(camera_poses(capture.frames), config.orientation_method)
         for note in capture.notes:
-            CONSOLE.print(f"[yellow]{escape(printable(note))}", highlight=False)
+            say(f"[yellow]{escape(printable(note))}", highlight=False)
         self._capture = capture
         return capture
 
@@ -275,10 +276,10 @@ class MgpuSplatDataParser(DataParser):
             usable = usable_points(xyz)
             xyz, rgb = xyz[usable], rgb[usable]
             if self.skip:
-                CONSOLE.print(
+                say(
                     f"[bold yellow]{len(usable) - len(xyz):,} of {len(usable):,} seed points are left out:[/bold yellow]"
                 )
-                CONSOLE.print(f"  - {sentence}", markup=False, highlight=False)
+                say(f"  - {sentence}", markup=False, highlight=False)
         if len(xyz):
             self._points = (xyz, rgb)
         return sentence
@@ -379,9 +380,7 @@ class MgpuSplatDataParser(DataParser):
             if not self.config.seed_points
             else f"{capture.root} has no seed points"
         )
-        CONSOLE.print(
-            f"[bold yellow]{escape(why)}: starting from {count:,} random points in what the cameras see."
-        )
+        say(f"[bold yellow]{escape(why)}: starting from {count:,} random points in what the cameras see.")
         return random_points(cameras, count, extent)
 
 

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 import torch
-from nerfstudio.utils.rich_utils import CONSOLE
 
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.tools import speaker
 from ns_mgpu_splat.words import counted
 
@@ -32,9 +32,9 @@ def start_device(announce: bool = True) -> torch.device:
         shards = shard_names()
         if all(name.startswith("cpu") for name in shards):
             why = "MGPU_DEVICES asks for it" if os.environ.get("MGPU_DEVICES") else "no GPU was found"
-            CONSOLE.print(f"mgpu-splat runs on the CPU ({counted(len(shards), 'shard')}): {why}.")
+            say(f"mgpu-splat runs on the CPU ({counted(len(shards), 'shard')}): {why}.")
         else:
-            CONSOLE.print(f"mgpu-splat runs on {counted(len(shards), 'shard')}: {', '.join(shards)}.")
+            say(f"mgpu-splat runs on {counted(len(shards), 'shard')}: {', '.join(shards)}.")
     return device
 
 

@@ -139,7 +139,7 @@ class Run:
         return self.columns["shN"].element_size() == 2
 
     def shards(self) -> list[dict[str, Any]]:
-        """Of each shard of this mesh: its name, the rows it would be home to, and pages of the table's columns."""
+        """Of each shard of this mesh: its name, the Gaussians it would be home to, and pages of the table's columns."""
         import torch
 
         from ns_mgpu_splat.nerfstudio.device import shard_names
@@ -151,27 +151,29 @@ class Run:
                 homes = torch.mgpu.placement(column.detach()).numpy()  # type: ignore[attr-defined]
                 pages += np.bincount(homes[homes >= 0], minlength=len(names))
         return [
-            {"name": name, "rows": end - begin, "pages": int(count)}
+            {"name": name, "gaussians": end - begin, "pages": int(count)}
             for name, (begin, end), count in zip(names, self.table.homes, pages, strict=True)
         ]
 
     def describe(self) -> dict[str, Any]:
-        """All that the command says, as plain values; no NaN."""
+        """All that the command says, as plain values; no NaN. `text_of` says the same under the same names."""
         schedule, trained_on = self.state.get("schedule_steps"), self.state.get("shards")
+        shards = self.shards()
+        pages = sum(shard["pages"] for shard in shards)
         return {
             "config": str(self.config),
             "checkpoint": str(self.checkpoint),
             "step": int(self.state["step"]) + 1,
-            "schedule_steps": schedule if isinstance(schedule, int) else None,
+            "schedule": schedule if isinstance(schedule, int) else None,
             "gaussians": self.rows,
-            "sh_degree": self.sh_degree,
-            "half": self.half,
-            "bytes_per_gaussian": self._bytes(),
-            "capture_units": self._capture_units(),
-            "extent": self._extent(),
+            "colours": {"sh_degree": self.sh_degree, "half": self.half},
+            "memory": self._memory(),
+            "lengths": {"capture_units": self._capture_units()},
+            **self._extents(),
             **self._partition(),
             "layout": self._layout_of_rows(),
-            "shards": self.shards(),
+            "pages": {"number": pages, "mib": pages * kPageBytes >> 20},
+            "shards": shards,
             "trained_on": list(map(str, trained_on)) if isinstance(trained_on, (list, tuple)) else None,
         }
 
@@ -184,15 +186,22 @@ class Run:
         except RunError:
             return None
 
-    def _bytes(self) -> dict[str, int]:
-        """Of a row on the device: its columns, and its optimizer state (two moments of each value, and a step)."""
+    def _memory(self) -> dict[str, int]:
+        """Bytes on the device of a Gaussian: its columns, and its optimizer state (two moments of each value, and a step);
+        and of all of them."""
         values = sum(column[:1].numel() if self.rows else 0 for column in self.columns.values())
-        columns = sum(column[:1].nbytes if self.rows else 0 for column in self.columns.values())
-        optimizer = values * ((2 if self.half else 4) + 4) + 4 if self.rows else 0
-        return {"columns": columns, "optimizer": optimizer, "total": columns + optimizer}
+        render = sum(column[:1].nbytes if self.rows else 0 for column in self.columns.values())
+        train = values * ((2 if self.half else 4) + 4) + 4 if self.rows else 0
+        each = render + train
+        return {
+            "bytes_per_gaussian": each,
+            "to_render": render,
+            "to_train": train,
+            "in_all": each * self.rows,
+        }
 
-    def _extent(self) -> dict[str, list[float]] | None:
-        """Boxes of the finite means: of all, and of nearly all."""
+    def _extents(self) -> dict[str, dict[str, list[float]] | None]:
+        """Boxes of the finite means, for each axis its two ends: of all, and of nearly all."""
         means = self.columns["means"]
         low, high = np.full(3, np.inf), np.full(3, -np.inf)
         for piece in means.split(1 << 22):
@@ -201,14 +210,12 @@ class Run:
             if len(values):
                 low, high = np.minimum(low, values.min(0)), np.maximum(high, values.max(0))
         if not np.isfinite(low).all():
-            return None
+            return {"extent": None, "extent_of_99_percent": None}
         sample = means[:: max(1, -(-self.rows // kSample))].double().numpy()
         most = np.quantile(sample[np.isfinite(sample).all(1)], [kLeftOut, 1 - kLeftOut], axis=0)
         return {
-            "low": low.tolist(),
-            "high": high.tolist(),
-            "most_low": most[0].tolist(),
-            "most_high": most[1].tolist(),
+            name: dict(zip("xyz", np.stack(box, axis=1).tolist(), strict=True))
+            for name, box in (("extent", (low, high)), ("extent_of_99_percent", (most[0], most[1])))
         }
 
     def _partition(self) -> dict[str, Any]:
@@ -223,7 +230,7 @@ class Run:
                 "voxel_size": found.voxel_size,
                 "gaussians_per_voxel": found.rows_per_voxel,
             },
-            "order": {"out_of_order": found.out_of_order, "run_extent": found.run_extent},
+            "order": {"out_of_order": found.out_of_order, "span_of_256_rows": found.run_extent / 3},
             "not_finite": self.rows - found.finite_rows,
         }
 
@@ -234,7 +241,7 @@ class Run:
         stripes = self.layout == "stripes"
         return {
             "kind": self.layout,
-            "stripe_rows": stripe_rows(self.rows, len(self.table.homes)) if stripes else None,
+            "stripes_of": stripe_rows(self.rows, len(self.table.homes)) if stripes else None,
             "sorted_anew": self.order.begins_anew,
         }
 
@@ -242,7 +249,7 @@ class Run:
         """Write the picture. Raises ValueError for a suffix that is no picture's, OSError if it cannot be written."""
         from ns_mgpu_splat.partition.picture import ShardLegend, draw, save
 
-        legend = [ShardLegend(**shard) for shard in self.shards()]
+        legend = [ShardLegend(each["name"], each["gaussians"], each["pages"]) for each in self.shards()]
         title = f"{self.config.parent.name or self.config}: {self.rows:,} Gaussians from above"
         save(draw(*self._places(), self.table.homes, legend, title), path)
 
@@ -263,52 +270,48 @@ class Run:
 
 
 def text_of(info: dict[str, Any]) -> str:
-    """Lines for people."""
-
-    def box(low: list[float], high: list[float]) -> str:
-        return ", ".join(f"{n} {a:.4g} to {b:.4g}" for n, a, b in zip("xyz", low, high, strict=True))
-
-    size, grid, order, extent = info["bytes_per_gaussian"], info["grid"], info["order"], info["extent"]
-    schedule = f" of a schedule of {info['schedule_steps']:,}" if info["schedule_steps"] else ""
-    half = ", colours of higher degrees in 16 bits" if info["half"] else ""
+    """Lines for people: all that `describe` has, under its names."""
+    memory, grid, order = info["memory"], info["grid"], info["order"]
     lines = [
+        ("config", info["config"]),
         ("checkpoint", info["checkpoint"]),
-        ("step", f"{info['step']:,}{schedule}"),
-        ("Gaussians", f"{info['gaussians']:,}, SH degree {info['sh_degree']}{half}"),
+        ("step", f"{info['step']:,}{f' of a schedule of {n:,}' if (n := info['schedule']) else ''}"),
+        ("Gaussians", f"{info['gaussians']:,}"),
+        ("colours", _colours_text(info["colours"])),
         (
             "memory",
-            f"{size['total']:,} bytes a Gaussian: {size['columns']:,} to render, {size['optimizer']:,} to train; "
-            f"{shown_bytes(size['total'] * info['gaussians'])} in all",
+            f"{memory['bytes_per_gaussian']:,} bytes per Gaussian: {memory['to_render']:,} to render, "
+            f"{memory['to_train']:,} to train; {shown_bytes(memory['in_all'])} in all",
         ),
+        ("lengths", _lengths_text(info["lengths"]["capture_units"])),
     ]
-    if info["not_finite"]:
-        lines.append(("not finite", f"{info['not_finite']:,} Gaussians: they are not drawn"))
-    lines.append(("lengths", _lengths_text(info["capture_units"])))
-    if extent is not None:
-        lines += [
-            ("extent", box(extent["low"], extent["high"])),
-            ("  of 99 %", box(extent["most_low"], extent["most_high"])),
-        ]
+    for name in ("extent", "extent_of_99_percent"):
+        if (box := info[name]) is not None:
+            ends = (f"{axis} {low:.4g} to {high:.4g}" for axis, (low, high) in box.items())
+            lines.append((name.replace("_", " "), ", ".join(ends)))
     lines += [
         (
             "grid",
-            f"{grid['in_use']}: {counted(grid['voxels'], 'voxel')} of {grid['voxel_size']:.4g} with "
-            f"{grid['gaussians_per_voxel']:,.0f} Gaussians on average",
+            f"{grid['in_use']}: {counted(grid['voxels'], 'voxel')}, voxel size {grid['voxel_size']:.4g}, "
+            f"{grid['gaussians_per_voxel']:,.0f} Gaussians per voxel",
         ),
         (
             "order",
-            f"{order['out_of_order']:.1%} of neighbouring rows in the wrong order of voxels; 256 rows span "
-            f"{order['run_extent'] / 3:.3g} an axis",
+            f"{order['out_of_order']:.1%} of neighbouring rows out of order; span of 256 rows: "
+            f"{order['span_of_256_rows']:.3g} an axis",
         ),
+        (
+            "not finite",
+            f"{counted(info['not_finite'], 'Gaussian')}{', not drawn' if info['not_finite'] else ''}",
+        ),
+        ("layout", _layout_text(info["layout"], len(info["shards"]))),
+        ("pages", _pages_text(info)),
     ]
-    if len(info["shards"]) > 1:
-        lines.append(("layout", _layout_text(info["layout"])))
-    lines.append(("pages", _pages_text(info)))
     for shard in info["shards"]:
-        rows = shown_bytes(shard["rows"] * size["columns"])
-        text = f"{counted(shard['rows'], 'Gaussian')}: {rows} to render; {_pages(shard['pages'])}"
+        rows = shown_bytes(shard["gaussians"] * memory["to_render"])
+        text = f"{counted(shard['gaussians'], 'Gaussian')}: {rows} to render; {_pages(shard['pages'])}"
         lines.append((shard["name"], text))
-    if info["trained_on"] and info["trained_on"] != [shard["name"] for shard in info["shards"]]:
+    if info["trained_on"]:
         lines.append(("trained on", ", ".join(info["trained_on"])))
     if "picture" in info:
         lines.append(("picture", info["picture"]))
@@ -316,24 +319,34 @@ def text_of(info: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
-def _layout_text(layout: dict[str, Any]) -> str:
-    text = "a piece of the scene each"
+def _colours_text(colours: dict[str, Any]) -> str:
+    return f"SH degree {colours['sh_degree']}, half {'on: 16 bits in higher degrees' if colours['half'] else 'off'}"
+
+
+def _layout_text(layout: dict[str, Any], shards: int) -> str:
+    text = (
+        f"{layout['kind']}: {'a piece of the scene each' if shards > 1 else 'all of the scene on one shard'}"
+    )
     if layout["kind"] == "stripes":
-        text = f"stripes of {layout['stripe_rows']:,} Gaussians, dealt to the shards in turn"
-    return text + ("; training would sort the rows first" if layout["sorted_anew"] else "")
+        text = f"stripes of {layout['stripes_of']:,} Gaussians, dealt to the shards in turn"
+    return (
+        f"{text}; training {'would have' if layout['sorted_anew'] else 'need not have'} the rows sorted anew"
+    )
 
 
 def _lengths_text(capture_units: float | None) -> str:
-    text = "in units of the scene"
-    return text if capture_units is None else f"{text}; one is {capture_units:.4g} of the capture's own"
+    one = "of unknown length" if capture_units is None else f"one is {capture_units:.4g} capture units"
+    return f"in units of the scene; {one}"
 
 
 def _pages_text(info: dict[str, Any]) -> str:
     """What the shards' lines add up to, and why a shard's pages need not be as many as its rows fill."""
 
-    shards, held = info["shards"], info["bytes_per_gaussian"]["columns"] * info["gaussians"]
-    pages = sum(shard["pages"] for shard in shards)
-    text = f"{_pages(pages)} for {shown_bytes(held)} to render; each holds one column of neighbouring rows"
+    shards, held = info["shards"], info["memory"]["to_render"] * info["gaussians"]
+    text = (
+        f"{_pages(info['pages']['number'])} for {shown_bytes(held)} to render; each holds one column of "
+        "neighbouring rows"
+    )
     return text + (", and lies on the shard whose row is in its middle" if len(shards) > 1 else "")
 
 

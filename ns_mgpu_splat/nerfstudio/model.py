@@ -27,7 +27,6 @@ from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.models.splatfacto import SH2RGB, SplatfactoModel, SplatfactoModelConfig
-from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.viewer.render_state_machine import RenderStateMachine
 from nerfstudio.viewer_legacy.server.viewer_utils import IOChangeException
 from torch import Tensor, nn
@@ -38,6 +37,7 @@ from ns_mgpu_splat.nerfstudio.device import run_layout, shard_memory, shard_name
 from ns_mgpu_splat.nerfstudio.link_meter import LinkMeter
 from ns_mgpu_splat.nerfstudio.names import kColumnOf
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.tools import speaker
 
 if TYPE_CHECKING:
@@ -727,7 +727,7 @@ class MgpuSplatModel(SplatfactoModel):
             if text != self._error_shown:
                 self._error_shown = text
                 where = text if foreseen else traceback.format_exc()
-                CONSOLE.print(f"The viewer could not render; training goes on.\n{where}", markup=False)
+                say(f"The viewer could not render; training goes on.\n{where}", markup=False)
             return error_picture(int(camera.width[0].item()), int(camera.height[0].item()), text)
 
     def get_rgba_image(self, outputs: dict[str, Tensor], output_name: str = "rgb") -> Tensor:
@@ -867,9 +867,7 @@ def drop_bad_rows(table: Any, columns: Mapping[str, Tensor]) -> None:
             good[first : first + COPY_ROWS] &= torch.isfinite(piece).reshape(len(piece), -1).all(dim=1)
     bad = int((~good).sum())
     if bad > 0:
-        CONSOLE.print(
-            f"[bold yellow]{bad:,} of {len(good):,} Gaussians have NaN or infinite values and are left out."
-        )
+        say(f"[bold yellow]{bad:,} of {len(good):,} Gaussians have NaN or infinite values and are left out.")
         table.compact(good)
 
 
@@ -907,7 +905,7 @@ class _Lpips:
         self.metric: Any = None
         weights = Path(torch.hub.get_dir()) / "checkpoints" / kLpipsWeights
         if not weights.is_file():
-            CONSOLE.print(
+            say(
                 "PSNR and SSIM are measured; LPIPS is not, as its network is not on this machine. To have it: "
                 f"wget -P {weights.parent} https://download.pytorch.org/models/{kLpipsWeights}",
                 soft_wrap=True,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import IO, Any
 
 
 class OpenLine:
@@ -17,7 +17,7 @@ class OpenLine:
     """
 
     def __init__(self) -> None:
-        self._out: TextIO | None = None  # where it is open
+        self._out: IO[str] | None = None  # where it is open
         self._watched: list[Any] = []
         self._rows = 0  # above the last one, where it is longer than the terminal is wide
 
@@ -28,7 +28,7 @@ class OpenLine:
         self._out = sys.stdout
         self._out.write(f"\r{up}\033[J{text}")
         self._out.flush()
-        self._rows = max(0, len(text) - 1) // _width(self._out)
+        self._rows = max(0, len(text) - 1) // columns_of(self._out)
         for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
             self._watch(stream)
 
@@ -62,10 +62,10 @@ class OpenLine:
             del stream.write
 
 
-def _width(stream: TextIO) -> int:
-    """Columns; of a terminal that does not know how many it has, so many that a line never takes a second row."""
+def columns_of(stream: IO[str]) -> int:
+    """Columns of a terminal; where there is none, or it does not know, so many that no line takes a second row."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # a stream of somebody else's may have no `fileno`
         columns = 0
     return columns or 1 << 20

@@ -22,6 +22,7 @@ from ns_mgpu_splat.nerfstudio.device import start_device
 from ns_mgpu_splat.nerfstudio.model import MgpuSplatModel, MgpuSplatModelConfig
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 from ns_mgpu_splat.nerfstudio.presets import first_wrong_value
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.words import counted
 
 
@@ -78,7 +79,8 @@ class MgpuSplatPipeline(VanillaPipeline):
             metadata=dataset.metadata,
             device=device,
             grad_scaler=grad_scaler,
-            seed_points=seeds,
+            # a checkpoint's Gaussians take their place: seeds would be thinned, measured and sorted for nothing
+            seed_points=None if self.config.resumed_gaussians else seeds,
             load_only=test_mode != "val",
             max_gaussians=cap,
         )
@@ -144,7 +146,7 @@ class MgpuSplatPipeline(VanillaPipeline):
         """Mean metrics over the held-out photographs. In a tool, `ns-eval` above all, it also says them in one line."""
         metrics: dict[str, float] = super().get_average_eval_image_metrics(step, output_path, get_std)
         if self.test_mode != "val":  # that is training's, which has its own words at its end
-            CONSOLE.print(self.metrics_line(metrics), soft_wrap=True)
+            say(self.metrics_line(metrics), soft_wrap=True)
         return metrics
 
     @torch.no_grad()

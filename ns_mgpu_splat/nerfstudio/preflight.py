@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from nerfstudio.utils.rich_utils import CONSOLE
 from rich.table import Table
 
 from ns_mgpu_splat.data.memory import available_memory
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.words import shown_bytes
 
 kShare = 0.85  # of the memory that is free; the rest is the margin
@@ -157,16 +157,21 @@ def announce(plan: Plan) -> None:
     """Print what the run needs, and what was changed for it to fit."""
     demand, shards = plan.demand, plan.shards
     if demand.cap != "auto" and plan.cap < demand.cap:
-        CONSOLE.print(
+        say(
             f"[bold yellow]--pipeline.model.max-gaussians {demand.cap:,} does not fit: {demand.cap:,} Gaussians take "
             f"{shown_bytes(demand.cap * plan.row)}, and {shown_bytes(sum(s.free for s in shards))} is free. The cap is "
             f"{plan.cap:,} now. Add shards to MGPU_DEVICES, or halve a Gaussian with --pipeline.model.half True or a "
             "lower --pipeline.model.sh-degree."
         )
     least = min(shard.free for shard in shards)
-    each = f"on each of {len(shards)} shards" if len(shards) > 1 else f"on {shards[0].name}"
+    each = "of each shard" if len(shards) > 1 else f"on {shards[0].name}"
     table = Table(
-        title="What this run needs", title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0)
+        title="What this run needs",
+        title_justify="left",
+        box=None,
+        show_header=False,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
     )
     why_cap = ", as many as fit" if plan.cap == plan.fitting else ""
     for row in (
@@ -182,10 +187,10 @@ def announce(plan: Plan) -> None:
         (
             "images",
             f"{shown_bytes(demand.images)} decoded, the largest {shown_bytes(demand.largest_image)}; "
-            f"{shown_bytes(demand.host_cache)} of host memory for them",
+            f"room for {shown_bytes(demand.host_cache)}",
         ),
         ("a checkpoint", f"{shown_bytes(plan.cap * plan.row)} at the cap"),
         ("an exported .ply", f"{shown_bytes(plan.cap * ply_bytes(demand.sh_degree))} at the cap"),
     ):
         table.add_row(*row)
-    CONSOLE.print(table)
+    say(table)

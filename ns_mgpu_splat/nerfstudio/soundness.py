@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from nerfstudio.utils.rich_utils import CONSOLE
+from ns_mgpu_splat.nerfstudio.say import say
 
 if TYPE_CHECKING:
     from ns_mgpu_splat.nerfstudio.steps import StepResult
@@ -33,7 +33,7 @@ class RowCheck:
         if 0 < bad < count:
             if not self._said:
                 self._said = True
-                CONSOLE.print(
+                say(
                     f"[bold yellow]After step {step + 1:,}, {bad:,} of {count:,} Gaussians have values that are not finite. They "
                     "are not drawn, and move to living ones while Gaussians multiply."
                 )

@@ -26,7 +26,6 @@ from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
-from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from rich.markup import escape
 
@@ -38,7 +37,8 @@ from ns_mgpu_splat.nerfstudio.device import shard_names, synchronise
 from ns_mgpu_splat.nerfstudio.optimizers import SplatOptimizers
 from ns_mgpu_splat.nerfstudio.picture_clock import PictureClock
 from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped, MgpuSplatPipeline
-from ns_mgpu_splat.nerfstudio.quick_end import end_quickly
+from ns_mgpu_splat.nerfstudio.quick_end import end_quickly, let_interrupts_end
+from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.scalars import write_out
 from ns_mgpu_splat.nerfstudio.schedule import schedule_advice
 from ns_mgpu_splat.nerfstudio.soundness import RowCheck, why_diverged
@@ -120,7 +120,7 @@ class MgpuSplatTrainer(Trainer):
                 with no_interrupt():  # once more while this goes on: a traceback, and a folder that stays
                     self.config.remove_folder()
                 if isinstance(error, KeyboardInterrupt):
-                    CONSOLE.print("Ended before the first step: there is nothing to save.")
+                    say("Ended before the first step: there is nothing to save.")
                     raise SystemExit(128 + signal.SIGINT) from None
             raise
 
@@ -130,7 +130,9 @@ class MgpuSplatTrainer(Trainer):
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         self._loaded = self._read_checkpoint()
-        self.config.pipeline.resumed_gaussians = int((self._loaded or {}).get("gaussians", 0))
+        self.config.pipeline.resumed_gaussians = (
+            0 if self._loaded is None else checkpoint.rows_of(self._loaded)
+        )
         try:
             super().setup(test_mode)
         except Exception as error:
@@ -147,7 +149,7 @@ class MgpuSplatTrainer(Trainer):
         end, schedule = self.config.max_num_iterations, self.config.schedule_steps
         self.pipeline.model.last_step = end - 1
         if advice := schedule_advice(end, schedule, self._former_schedule):
-            CONSOLE.print(advice, style="bold yellow" if self._former_schedule != schedule else None)
+            say(advice, style="bold yellow" if self._former_schedule != schedule else None)
 
     def _check_room(self) -> None:
         """Refuse a disk that is too small for the checkpoints; warn of one that the run will outgrow."""
@@ -169,7 +171,7 @@ class MgpuSplatTrainer(Trainer):
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         if warning is not None:
-            CONSOLE.print(f"[bold yellow]{warning}[/bold yellow]")
+            say(f"[bold yellow]{warning}[/bold yellow]")
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         config = self.config
@@ -214,7 +216,7 @@ class MgpuSplatTrainer(Trainer):
                     ) from error
             self.pipeline.datamanager.read_ahead(self._start_step)
             model.place_rows()
-            CONSOLE.print(model.grid_text())
+            say(model.grid_text())
         except CheckpointError as error:
             raise SystemExit(f"mgpu-splat: {error}") from None
         return optimizers
@@ -231,7 +233,7 @@ class MgpuSplatTrainer(Trainer):
             checkpoint.restore_random_state(state["random"])
         sampler = state.get("sampler")
         if sampler is not None and sampler != self.pipeline.datamanager.state():
-            CONSOLE.print(
+            say(
                 f"[bold yellow]The checkpoint saw {sampler['images']:,} training images in the order of seed "
                 f"{sampler['seed']}; this run goes on with {self.pipeline.datamanager.state()}."
             )
@@ -239,9 +241,9 @@ class MgpuSplatTrainer(Trainer):
     def _load_checkpoint(self) -> None:
         """Say what was loaded; loading happened when the optimizers were made."""
         if self._loaded is None:
-            CONSOLE.print("No checkpoint was asked for: training from the seed points.")
+            say("No checkpoint was asked for: training from the seed points.")
             if checkpoint.checkpoints(self.checkpoint_dir):
-                CONSOLE.print(
+                say(
                     f"[bold yellow]{self.checkpoint_dir} holds checkpoints of an earlier run, which this one replaces. To keep "
                     "them, stop now (Ctrl-C twice) and leave --timestamp out; to go on from them, add --load-dir and that "
                     "folder."
@@ -256,14 +258,14 @@ class MgpuSplatTrainer(Trainer):
             if before and before != now
             else ""
         )
-        CONSOLE.print(
+        say(
             f"Resuming after step {self._start_step:,} with {self.pipeline.model.num_points:,} Gaussians from "
             f"{state['path']}{moved}.",
             markup=False,
             soft_wrap=True,
         )
         if self.config.other_options is not None:
-            CONSOLE.print(
+            say(
                 f"[bold yellow]{escape(self.config.other_options)}[/bold yellow]",
                 highlight=False,
                 soft_wrap=True,
@@ -273,8 +275,11 @@ class MgpuSplatTrainer(Trainer):
 
     def train(self) -> None:
         """Train to step `max_num_iterations`."""
-        with self._folder_of_nothing_goes():
-            self._train()
+        try:
+            with self._folder_of_nothing_goes():
+                self._train()
+        finally:
+            let_interrupts_end()
 
     def _train(self) -> None:
         end = self.config.max_num_iterations
@@ -283,7 +288,7 @@ class MgpuSplatTrainer(Trainer):
         )
         self._init_viewer_state()
         if self._start_step >= end:
-            CONSOLE.print(
+            say(
                 f"The checkpoint has {self._start_step:,} steps already: nothing to train up to {end:,}. Raise "
                 "--max-num-iterations to go on."
             )
@@ -339,7 +344,7 @@ class MgpuSplatTrainer(Trainer):
         with suppress(OSError):
             self._log_waiting()
             self._say_how_long()
-            CONSOLE.print(said, markup=False, soft_wrap=True)
+            say(said, markup=False, soft_wrap=True)
         raise SystemExit(128 + self._stop_signal)
 
     def _resume_command(self, folder: Path) -> str:
@@ -355,7 +360,7 @@ class MgpuSplatTrainer(Trainer):
         synchronise()
         steps, seconds, rate = self._clock.total(self.step)
         if steps > 0:
-            CONSOLE.print(
+            say(
                 f"Trained {steps:,} steps in {seconds:.2f} s, {rate:.1f} steps/s while not saving or evaluating."
             )
 
@@ -373,7 +378,7 @@ class MgpuSplatTrainer(Trainer):
         if why is None:
             self._native = NativeSteps(self.pipeline, self.optimizers)
         else:
-            CONSOLE.print(f"Steps go through autograd, which is slower: {why}.")
+            say(f"Steps go through autograd, which is slower: {why}.")
 
     def _accumulating(self) -> bool:
         """Whether gradients wait for the optimizer's step: rows must stay as they are, and no checkpoint is whole."""
@@ -461,13 +466,11 @@ class MgpuSplatTrainer(Trainer):
             with self.train_lock, self._random_state_kept():
                 self.eval_iteration(step)
         except EvaluationStopped:
-            CONSOLE.print("The evaluation was left.")
+            say("The evaluation was left.")
         except Exception as error:
-            CONSOLE.print(
-                f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]"
-            )
+            say(f"[bold red]Evaluation after step {step + 1:,} failed; training goes on.[/bold red]")
             foreseen = isinstance(error, (torch.OutOfMemoryError, MemoryError, ImageError))
-            CONSOLE.print(str(error) if foreseen else traceback.format_exc(), markup=False)
+            say(str(error) if foreseen else traceback.format_exc(), markup=False)
         write_out()
 
     def _update_viewer_state(self, step: int) -> None:
@@ -533,7 +536,7 @@ class MgpuSplatTrainer(Trainer):
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 saved = f"It could not be saved either ({first}). {self._saved_before()}"
         with suppress(OSError):  # it may have been the terminal that failed
-            CONSOLE.print(where, markup=False, soft_wrap=True)
+            say(where, markup=False, soft_wrap=True)
         why = why.strip().rstrip(".")
         raise SystemExit(f"mgpu-splat: step {step + 1:,} failed: {why}. {saved}")
 
@@ -578,7 +581,8 @@ class MgpuSplatTrainer(Trainer):
                 nothing_trains(self.viewer_state, self.step + 1)
             super()._after_train()
         except KeyboardInterrupt:
-            CONSOLE.print(f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}.", markup=False)
+            said = f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}."
+            say(said, markup=False, soft_wrap=True)
 
     def _final_evaluation(self) -> None:
         if not self.config.eval_at_end or len(self.pipeline.datamanager.eval_dataset) == 0:
@@ -587,11 +591,11 @@ class MgpuSplatTrainer(Trainer):
             with self.train_lock, self._random_state_kept():
                 metrics = self.pipeline.get_average_eval_image_metrics(step=self.step)
         except (torch.OutOfMemoryError, MemoryError, ImageError) as error:
-            CONSOLE.print("[bold red]The final evaluation failed.[/bold red]")
-            CONSOLE.print(str(error), markup=False)
+            say("[bold red]The final evaluation failed.[/bold red]")
+            say(str(error), markup=False)
             return
         writer.put_dict(name="Eval Images Metrics Dict (all images)", scalar_dict=metrics, step=self.step)
-        CONSOLE.print(self.pipeline.metrics_line(metrics), soft_wrap=True)
+        say(self.pipeline.metrics_line(metrics), soft_wrap=True)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -604,7 +608,7 @@ class MgpuSplatTrainer(Trainer):
         except (CheckpointError, RuntimeError, MemoryError) as error:
             if self.training_state == "completed":
                 raise SystemExit(f"mgpu-splat: {error} {self._saved_before()}") from None
-            CONSOLE.print(
+            say(
                 f"Step {step + 1:,} could not be saved; training goes on. {error}",
                 style="bold red",
                 markup=False,

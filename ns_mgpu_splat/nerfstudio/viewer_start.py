@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NoReturn
 
-from nerfstudio.utils.rich_utils import CONSOLE
+from ns_mgpu_splat.nerfstudio.say import say
 
 
 def start_viewer(config: Any, pipeline: Any, step: int) -> NoReturn:
@@ -41,7 +41,7 @@ def start_viewer(config: Any, pipeline: Any, step: int) -> NoReturn:
         eval_dataset=pipeline.datamanager.eval_dataset,
     )
     viewer.update_scene(step=step)
-    CONSOLE.print(where_to_look(viewer.viewer_info), soft_wrap=True)
+    say(where_to_look(viewer.viewer_info), soft_wrap=True)
     while True:
         time.sleep(0.1)
 

@@ -36,7 +36,7 @@ class Summary:
     def __str__(self) -> str:
         return (
             f"{self.in_use}, {counted(self.voxels, 'voxel')} of {self.voxel_size:.3g} with "
-            f"{self.rows_per_voxel:,.0f} splats on average"
+            f"{self.rows_per_voxel:,.0f} Gaussians on average"
         )
 
 

@@ -194,6 +194,38 @@ def test_a_sparse_tensor_of_strided_ones_is_refused_in_words() -> None:
     assert torch.sparse_csr_tensor(rows, columns, values, (2, 2)).values().tolist() == [1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, on prototypes and on what it will remove
+def test_nested_and_quantised_tensors_are_refused_in_a_sentence() -> None:
+    """Torch listed all of its backends, on pages."""
+    plain = "Device mgpu has strided tensors of plain numbers only, and got a "
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    by_channel = torch.quantize_per_channel(torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.qint8)
+    for tensor, what in ((nested, "nested"), (quantised, "quantised"), (by_channel, "quantised")):
+        for move in (
+            lambda tensor=tensor: tensor.to("mgpu"),
+            lambda tensor=tensor: tensor.mgpu(),
+            lambda tensor=tensor: torch.zeros(2, 3, device="mgpu").copy_(tensor),
+        ):
+            with pytest.raises(RuntimeError, match=plain + what) as refused:
+                move()
+            assert str(refused.value).endswith("or leave the tensor on the CPU.")
+    with pytest.raises(RuntimeError, match=plain + "quantised"):
+        torch.empty(3, dtype=torch.qint8, device="mgpu")
+    assert quantised.dequantize().to("mgpu").cpu().tolist() == pytest.approx([1.0] * 3)  # as it advises
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_jagged_nested_tensors_are_strided_ones_to_the_device() -> None:
+    """What the refusal of other nested tensors advises."""
+    parts = [torch.rand(2, 3), torch.rand(1, 3)]
+    moved = torch.nested.nested_tensor(parts, layout=torch.jagged).to("mgpu").requires_grad_()
+    doubled = moved * 2
+    same(doubled.values(), torch.cat(parts) * 2)
+    doubled.values().sum().backward()
+    same(moved.grad.values(), torch.full((3, 3), 2.0))
+
+
 def test_an_unsupported_numpy_view_is_refused_as_on_cuda() -> None:
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
         ROWS.to("mgpu").numpy()

@@ -82,14 +82,23 @@ def test_what_is_said_is_what_the_checkpoint_holds(
 ) -> None:
     values = columns(20_000, degree, half)
     found = said(write_run(tmp_path / "run", values, shards=["cuda:0", "cuda:1"]), capsys)
-    assert (found["gaussians"], found["sh_degree"], found["half"]) == (20_000, degree, half)
-    assert (found["step"], found["schedule_steps"]) == (7_000, 30_000)
-    assert found["bytes_per_gaussian"]["total"] == total
-    assert sum(column[:1].nbytes for column in values.values()) == found["bytes_per_gaussian"]["columns"]
+    assert (found["gaussians"], found["colours"]["sh_degree"], found["colours"]["half"]) == (
+        20_000,
+        degree,
+        half,
+    )
+    assert (found["step"], found["schedule"]) == (7_000, 30_000)
+    assert found["memory"]["bytes_per_gaussian"] == total
+    assert found["memory"]["in_all"] == 20_000 * total
+    assert sum(column[:1].nbytes for column in values.values()) == found["memory"]["to_render"]
+    assert found["memory"]["to_train"] == total - found["memory"]["to_render"]
     means = values["means"].numpy()
-    assert found["extent"]["low"] == pytest.approx(means.min(0).tolist())
-    assert found["extent"]["high"] == pytest.approx(means.max(0).tolist())
-    assert max(found["extent"]["most_high"]) < 9  # the rows far out are left out
+    assert np.array(list(found["extent"].values())) == pytest.approx(
+        np.stack([means.min(0), means.max(0)], 1)
+    )
+    assert (
+        max(high for _, high in found["extent_of_99_percent"].values()) < 9
+    )  # the rows far out are left out
     size = found["grid"]["voxel_size"]
     own = len(np.unique(np.floor(means / size), axis=0))  # of voxels in another place, so not just as many
     assert own / 2 < found["grid"]["voxels"] < 2 * own
@@ -99,7 +108,7 @@ def test_what_is_said_is_what_the_checkpoint_holds(
     assert 0.3 < found["order"]["out_of_order"] < 0.6  # random rows
     assert found["trained_on"] == ["cuda:0", "cuda:1"]
     assert [shard["name"] for shard in found["shards"]] == list(torch.mgpu.mesh().shards)
-    assert sum(shard["rows"] for shard in found["shards"]) == 20_000
+    assert sum(shard["gaussians"] for shard in found["shards"]) == 20_000
     assert found["not_finite"] == 0
 
 
@@ -138,11 +147,11 @@ def test_it_says_which_layout_and_draws_rows_where_training_would_have_them(
     anew = saved_in != ("stripes of this mesh" if shards > 1 else "space")
     assert found["sorted_anew"] == anew
     assert found["kind"] == ("stripes" if shards > 1 else "space")
-    assert found["stripe_rows"] == (256 if shards > 1 else None)
+    assert found["stripes_of"] == (256 if shards > 1 else None)
     assert info.main([str(config)]) == 0
     lines = capsys.readouterr().out
     assert ("stripes of 256 Gaussians, dealt to the shards in turn" in lines) == (shards > 1)
-    assert ("training would sort the rows first" in lines) == (anew and shards > 1)
+    assert ("training would have the rows sorted anew" in lines) == anew
     trained = RowOrder(layout=found["kind"])
     trained.load_state_dict(saved)
     trained.begin(table)
@@ -158,7 +167,7 @@ def test_a_run_of_nothing_and_of_one(rows: int, tmp_path: Path, capsys: pytest.C
     assert (found["extent"] is None) == (rows == 0)
     assert found["grid"]["voxels"] == rows
     assert info.main([str(config)]) == 0
-    assert f"Gaussians   {rows}" in capsys.readouterr().out
+    assert re.search(rf"^Gaussians +{rows}$", capsys.readouterr().out, re.MULTILINE)
     assert Image.open(tmp_path / "small.png").width > 1_000
 
 
@@ -168,7 +177,40 @@ def test_rows_that_are_not_finite_are_counted(tmp_path: Path, capsys: pytest.Cap
     values["means"][9, 1] = float("inf")
     found = said(write_run(tmp_path, values), capsys, "--picture", str(tmp_path / "p.png"))
     assert found["not_finite"] == 2
-    assert max(found["extent"]["high"]) < 200
+    assert max(high for _, high in found["extent"].values()) < 200
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_lines_and_json_say_the_same_under_the_same_names(
+    half: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON had a config that the lines had not, and other names: `bytes_per_gaussian.columns` was "to render", an extent of
+    rows was the sum of three sides in one and their mean in the other."""
+    config = write_run(tmp_path, columns(3_000, 1, half), shards=["cuda:0", "cuda:1"])
+    found = said(config, capsys, "--picture", str(tmp_path / "p.png"))
+    assert info.main([str(config), "--picture", str(tmp_path / "p.png")]) == 0
+    text = capsys.readouterr().out
+    lines = {line.split("  ")[0].lower(): line for line in text.splitlines()}
+
+    def words_of(name: str) -> str:
+        return name.replace("_", " ")
+
+    shards = {shard["name"] for shard in found["shards"]}
+    assert set(lines) - shards == {words_of(name) for name in found} - {"schedule", "shards"}
+    assert found["schedule"] == 30_000
+    assert "schedule" in lines["step"]
+    for name, value in found.items():
+        for key, each in value.items() if isinstance(value, dict) else ():
+            if isinstance(each, str):  # what it is called is what it is
+                assert each in lines[words_of(name)]
+            elif each is not None and name != "pages":  # "6 pages (12 MiB)" in the lines
+                assert words_of(key) in lines[words_of(name)].lower(), key
+    span = found["order"]["span_of_256_rows"]
+    assert f"span of 256 rows: {span:.3g} an axis" in lines["order"]
+    pages = found["pages"]
+    assert f"{pages['number']} page" in lines["pages"]
+    assert f"({pages['mib']} MiB)" in lines["pages"]
+    assert pages["number"] == sum(shard["pages"] for shard in found["shards"])
 
 
 def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,8 +218,10 @@ def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert info.main(["--load-config", str(config.parent)]) == 0  # its folder will do
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("step ") and "7,000 of a schedule of 30,000" in line for line in lines)
-    assert any("712 bytes a Gaussian: 236 to render, 476 to train; 13.6 MiB in all" in line for line in lines)
-    assert any(line.startswith("grid ") and "voxels of" in line for line in lines)
+    assert any(
+        "712 bytes per Gaussian: 236 to render, 476 to train; 13.6 MiB in all" in line for line in lines
+    )
+    assert any(line.startswith("grid ") and " voxels, voxel size " in line for line in lines)
     for shard in torch.mgpu.mesh().shards:
         assert sum(line.startswith(shard) for line in lines) == 1
 
@@ -205,7 +249,7 @@ def test_the_shards_lines_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(int(each[3]) == 2 * int(each[2]) for each in found)
 
 
-@pytest.mark.parametrize(("scale", "words"), [(0.125, "; one is 8 of the capture's own"), (None, "")])
+@pytest.mark.parametrize(("scale", "words"), [(0.125, "one is 8 capture units"), (None, "of unknown length")])
 def test_lengths_have_a_unit(
     scale: float | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,10 +257,16 @@ def test_lengths_have_a_unit(
     if scale is not None:
         world = {"transform": np.eye(4)[:3].tolist(), "scale": scale}
         (tmp_path / "dataparser_transforms.json").write_text(json.dumps(world))
-    assert said(config, capsys)["capture_units"] == (None if scale is None else 1 / scale)
+    assert said(config, capsys)["lengths"]["capture_units"] == (None if scale is None else 1 / scale)
     assert info.main([str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"lengths     in units of the scene{words}" in lines
+    assert (
+        sum(
+            line.startswith("lengths ") and line.endswith(f" in units of the scene; {words}")
+            for line in lines
+        )
+        == 1
+    )
 
 
 def test_the_scale_bar_of_one_unit_is_singular() -> None:
@@ -400,5 +450,5 @@ def test_the_command_runs_without_a_gpu_on_any_mesh(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     shards = json.loads(done.stdout)["shards"]
     assert [shard["name"] for shard in shards] == ["cpu:0", "cpu:1", "cpu:2"]
-    assert sum(shard["rows"] for shard in shards) == 400_000
+    assert sum(shard["gaussians"] for shard in shards) == 400_000
     assert min(shard["pages"] for shard in shards) > 0

@@ -138,6 +138,24 @@ def test_a_terminal_that_does_not_know_its_width_is_not_wiped(monkeypatch: pytes
     assert out.getvalue() == "\r\033[Jone, two, three\r\033[Jfour\n"
 
 
+SENTENCES = """
+from ns_mgpu_splat.nerfstudio.say import say
+say("Each of these words stands in one row, which ends where the terminal does, and not at Nerfstudio's 120 columns.")
+say("[bold]but/a/path/stays/whole/whatever/the/width[/bold]", soft_wrap=True)
+"""
+
+
+@pytest.mark.any_mesh
+def test_sentences_are_broken_between_words_where_the_terminal_ends() -> None:
+    lines = shown(SENTENCES, 40)
+    assert lines[:3] == [
+        "Each of these words stands in one row,",
+        "which ends where the terminal does, and",
+        "not at Nerfstudio's 120 columns.",
+    ]
+    assert "".join(lines[3:]).startswith("but/a/path/stays/whole/whatever/the/width")
+
+
 @pytest.mark.any_mesh
 def test_a_dumb_terminal_gets_lines() -> None:
     program = PROGRAM.replace(

@@ -86,6 +86,35 @@ def test_a_cap_that_does_not_fit_is_lowered_and_said(capsys: pytest.CaptureFixtu
     assert f"The cap is {found.cap:,} now" in said
 
 
+@pytest.mark.parametrize("shards", [("cpu:0",), ("cuda:0", "cuda:1", "cuda:2", "cuda:3")])
+def test_what_a_run_needs_fits_into_a_terminal_of_80_columns(
+    shards: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was up to 90 columns wide, and the terminal broke each line where it ended."""
+    demand = dataclasses.replace(DEMAND, images=159 << 20, host_cache=int(11.3 * 2**30))
+    found = plan(demand, tuple(Shard(name, 140 * GB) for name in shards))
+    said = {}
+    for columns in (80, 44, 1 << 20):  # the last is no terminal
+        monkeypatch.setattr("ns_mgpu_splat.nerfstudio.say.columns_of", lambda _, columns=columns: columns)
+        preflight.announce(found)
+        said[columns] = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert max(map(len, said[columns])) <= columns
+    assert said[80] == said[1 << 20]
+    assert [line.split("  ")[0] for line in said[80]] == [
+        "What this run needs",
+        "Gaussians",
+        "memory of each shard" if len(shards) > 1 else "memory on cpu:0",
+        "images",
+        "a checkpoint",
+        "an exported .ply",
+    ]
+    narrow = [
+        line for line in said[44] if line.startswith(" ")
+    ]  # a second row begins below the first one's figures
+    assert narrow
+    assert len({len(line) - len(line.lstrip()) for line in narrow}) == 1
+
+
 def test_images_on_the_host_take_from_a_host_shard_and_not_from_a_gpu() -> None:
     many = dataclasses.replace(DEMAND, cap="auto", images=1000 * GB, host_cache=40 * GB, device_cache=0)
     host, gpu = (plan(many, (Shard(name, 80 * GB),)) for name in ("cpu:0", "cuda:0"))

@@ -133,6 +133,20 @@ def test_accumulated_gradients_are_whole_where_something_is_due(
         assert_same(found[kind], expected[kind])
 
 
+def test_a_resumed_run_says_nothing_of_seeds_that_it_does_not_use(
+    lives: Lives, town: scene.Scene, tmp_path: Path
+) -> None:
+    """The cloud of 1,500 points was thinned to the cap and sorted for nothing, and a line said so."""
+    cap = [f"{MODEL}max-gaussians", 900]
+    first = train(lives, town, tmp_path, "first", *cap, "--max-num-iterations", 3)
+    assert "1,500 points: thinned evenly to the cap of 900" in lives.living.output.read_text()
+    again = train(lives, town, tmp_path, "again", *cap, "--load-dir", first, "--max-num-iterations", 6)
+    said = lives.living.output.read_text()
+    assert "thinned" not in said
+    assert "with 900 Gaussians from" in " ".join(said.split())
+    assert last(again)["gaussians"] == 900
+
+
 def test_a_run_changes_to_a_half_table_and_back(lives: Lives, town: scene.Scene, tmp_path: Path) -> None:
     """Half to whole keeps every bit; whole to half rounds to the nearest float16, relative error 2^-11 at most."""
     name = "_model.gauss_params.features_rest"

@@ -68,7 +68,7 @@ def resumed(nerfstudio_folder: scene.Scene, tmp_path_factory: pytest.TempPathFac
     )
     assert [r["code"] for r in results] == [0] * 4, results
     said = " ".join(str(results[0]["out"]).split())
-    assert re.search(r"Sparse grid: .+, [\d,]+ voxels? of \S+ with [\d,]+ splats on average\.", said)
+    assert re.search(r"Sparse grid: .+, [\d,]+ voxels? of \S+ with [\d,]+ Gaussians on average\.", said)
     for result, last_line in zip(results[:3], ("step 40/40", "step 20/20", "step 40/40"), strict=True):
         lines = [each for each in str(result["said"]).splitlines() if each.startswith("step ")]
         assert re.match(rf"{last_line}  loss \S+  PSNR \S+ dB  [\d,]+ Gaussians  memory ", lines[-1]), lines

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,3 +223,63 @@ def test_the_interpreter_ends_without_looking_for_garbage_once_numbers_are_writt
     place.tb_writer.flush.side_effect = OSError("no space left")
     leave()
     assert done[2:] == ["freeze"], "trouble at the end is no traceback"
+
+
+ENDING = """
+import atexit, sys, time
+
+def slow():
+    print("ending", flush=True)
+    time.sleep(30)
+    raise RuntimeError("a real error")
+
+import nerfstudio.configs.base_config  # first: nerfstudio.utils.writer and it import each other
+from ns_mgpu_splat.nerfstudio.quick_end import let_interrupts_end
+
+sys.argv = [sys.argv[1]]
+atexit.register(slow)
+let_interrupts_end()
+"""
+
+
+@pytest.mark.parametrize("command", ["/usr/bin/ns-train", "my_program.py"])
+def test_ctrl_c_while_the_interpreter_ends_is_silent_in_the_command(command: str) -> None:
+    """ "Exception ignored in atexit callback" and torch's or Python's own lines stood below "Ended. Step 30 is saved"."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDING, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ending\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    if command.endswith("ns-train"):
+        assert (process.returncode, said) == (-signal.SIGINT, "")
+    else:  # a program of somebody else's has Python's answer
+        assert "KeyboardInterrupt" in said
+
+
+@pytest.mark.parametrize("ending", ["the last step", "a stop", "an error"])
+def test_the_end_of_training_lets_interrupts_end_the_command(
+    ending: str, trainer: MgpuSplatTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["ns-train"])
+    place = TensorboardWriter.__new__(TensorboardWriter)
+    place.tb_writer = MagicMock()
+    monkeypatch.setattr(writer, "EVENT_WRITERS", [place])
+
+    def fail(step: int) -> None:
+        raise RuntimeError("the device is lost")
+
+    if ending == "a stop":
+        trainer._start_step, trainer._stop_signal = 2, signal.SIGTERM
+    if ending == "an error":
+        monkeypatch.setattr(trainer, "_one_step", fail)
+    expected = {"a stop": pytest.raises(SystemExit), "an error": pytest.raises(RuntimeError, match="is lost")}
+    try:
+        with expected.get(ending, contextlib.nullcontext()):
+            trainer.train()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert place.tb_writer.flush.called, "the next signal leaves no time for it"
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -61,5 +61,5 @@ def test_owners_have_what_meets_their_tiles_and_homes_what_comes_back(check_exch
     done = subprocess.run([str(check_exchange)], capture_output=True, text=True, timeout=300)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(lines) == 9
+    assert len(lines) == 17
     assert all(line.endswith(": 0 wrong") for line in lines)
