@@ -64,8 +64,7 @@ at::Tensor make_view(const c10::Storage& storage, c10::DispatchKeySet keys, caff
 Aliases::Aliases() {
   TORCH_CHECK(!in_forked_child(),
               "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, "
-              "or let them "
-              "return CPU tensors and move those to mgpu in the parent.");
+              "or let them return CPU tensors and move those to mgpu in the parent.");
 }
 
 c10::Storage for_part(const c10::Storage& storage) {

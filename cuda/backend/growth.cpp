@@ -123,8 +123,7 @@ struct Resizable {
     block = find_block(base);
     TORCH_CHECK(row_bytes == 0 || (block.base == base && block.base != nullptr && block.capacity > 0), name,
                 ": this tensor was not made by torch.mgpu.reserve(), or with a capacity of no rows, so it "
-                "has no room to grow "
-                "in place.");
+                "has no room to grow in place.");
     const int64_t others = other_holders(tensor.storage());
     TORCH_CHECK(
         others == 0, name, ": ", others,

@@ -50,8 +50,7 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
   const size_t arguments = entry.writes.size();
   const size_t first = stack->size() - arguments;
   auto argument = [&](size_t i) -> c10::IValue& { return (*stack)[first + i]; };
-  const bool fused = entry.name.rfind("aten::_fused_", 0) == 0;
-  if (!fused && !entry.in_place && !entry.out_overload) return false;
+  if (!entry.fused && !entry.in_place && !entry.out_overload) return false;
 
   Aliases aliases;
   std::vector<std::vector<at::Tensor>> lists(arguments);  // aliases; empty for arguments that are no list
@@ -96,7 +95,7 @@ bool run_foreach(const Operator& entry, torch::jit::Stack* stack) {
         if (overlaps(written, operand)) return false;
     }
     // the fused kernels walk over memory, so they need slices without gaps
-    group.cut = ElementwiseCut::of(group.operands, *shape, /*flat_only=*/fused);
+    group.cut = ElementwiseCut::of(group.operands, *shape, /*flat_only=*/entry.fused);
     if (!group.cut) return false;
     if (!entry.in_place && !group.cut->result_strides(group.operands)) return false;
   }

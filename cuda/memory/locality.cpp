@@ -61,8 +61,7 @@ void handle_fault(int signal, siginfo_t* info, void* context) {
       const int length = snprintf(
           text, sizeof text,
           "locality violation: shard %d (%s) touched page %p of %s, home of shard %d, in stage %s. Read "
-          "other shards' data "
-          "in an exchange stage only (mesh/fork_join.h, Access::kExchange).\n",
+          "other shards' data in an exchange stage only (mesh/fork_join.h, Access::kExchange).\n",
           stage.shard->index, stage.shard->name.c_str(),
           reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(address) / kOsPageBytes * kOsPageBytes),
           hit->what, hit->home, stage.name);

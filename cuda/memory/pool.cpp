@@ -142,8 +142,7 @@ class Pool {
     if (forked_child.load())
       throw std::runtime_error(
           "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or "
-          "let them "
-          "return CPU tensors and move those to mgpu in the parent.");
+          "let them return CPU tensors and move those to mgpu in the parent.");
   }
 
   // Try; if memory is short, again without what the pool keeps, and again without what other allocators keep.
@@ -450,8 +449,7 @@ class Pool {
     if (!block.arena)
       throw std::invalid_argument(
           "its page is shared with other small tensors; only tensors of at least 1 MiB, or made by "
-          "torch.mgpu.reserve(), "
-          "can be placed");
+          "torch.mgpu.reserve(), can be placed");
     Arena& arena = *block.arena;
     const int64_t first = (static_cast<const char*>(begin) - arena.base()) / kPageBytes;
     for (int64_t page : pages)

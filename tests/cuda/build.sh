@@ -10,7 +10,7 @@ exec 9> "$out/lock"
 flock 9  # the sanitizer's tools run side by side, and both build first
 cuda=${CUDA_HOME:-/usr/local/cuda}
 arch=${MGPU_CUDA_ARCHS:-90}
-sources="cuda/splat/*.cu cuda/splat/*_cuda.cpp cuda/splat/assign.cpp cuda/splat/patches.cpp cuda/splat/pixels.cpp cuda/splat/cells.cpp cuda/splat/curve.cpp cuda/splat/ranges.cpp cuda/splat/transport.cpp cuda/splat/links.cpp cuda/splat/exchange.cpp cuda/splat/fates.cpp cuda/splat/gather.cpp cuda/splat/loss_items.cpp
+sources="cuda/splat/*.cu cuda/splat/*_cuda.cpp cuda/splat/assign.cpp cuda/splat/patches.cpp cuda/splat/tile_owners.cpp cuda/splat/pixels.cpp cuda/splat/cells.cpp cuda/splat/curve.cpp cuda/splat/ranges.cpp cuda/splat/transport.cpp cuda/splat/links.cpp cuda/splat/exchange.cpp cuda/splat/fates.cpp cuda/splat/gather.cpp cuda/splat/loss_items.cpp
   cuda/splat/history.cpp cuda/splat/reorder.cpp cuda/splat/rows.cpp cuda/splat/step_check.cpp
   cuda/mesh/mesh.cpp cuda/mesh/fork_join.cpp cuda/mesh/fork_join_cuda.cpp cuda/mesh/gate.cpp cuda/mesh/lanes_cuda.cpp
   cuda/memory/homes.cpp cuda/memory/tally.cpp cuda/memory/vmm_cuda.cpp cuda/memory/buffer_cuda.cpp cuda/memory/transfer_cuda.cpp tests/cuda/check_stages.cpp benchmarks/*_stage.cu"

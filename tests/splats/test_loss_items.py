@@ -16,6 +16,7 @@ SOURCES = (
     "tests/cuda/check_items.cpp",
     "cuda/splat/loss_items.cpp",
     "cuda/splat/patches.cpp",
+    "cuda/splat/tile_owners.cpp",
     "cuda/splat/curve.cpp",
 )
 
