@@ -237,7 +237,7 @@ std::string start_flavour(const std::string& memory) {
   }
   const std::string chosen = choose_memory(memory);
   set_stream_order({&reuse_tag, &mark_stream, &mark_passed, &release_others});
-  set_stream_provider(&shard_stream_provider);
+  set_stream_provider({&shard_stream_provider, &stream_set_provider});
   set_lane_context({&current_stream_id, &adopt_stream_id});
   set_pressure_hook(&release_caches);
   Routes::instance().set_active(memory_is_managed() || several_gpus());

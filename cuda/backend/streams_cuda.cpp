@@ -9,7 +9,6 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
-#include <utility>
 
 #include "memory/provider_cuda.h"
 
@@ -24,8 +23,9 @@ enum class Ahead { kNobody, kLead, kAny };
 struct StreamSet {
   std::vector<CUDAStream> on_gpu;  // in the order of mesh_gpus()
 
-  // Held while the notes below are taken and the GPUs are made to wait, so that nobody finds them taken
-  // and the waits not yet made. Memory is freed, and a stream asked for with it, outside of turns (gate.h).
+  // Held while the GPUs are made to wait and the notes below are taken, in this order: a wait that fails
+  // leaves them, and nobody finds them taken and the waits not yet made. Memory is freed, and a stream asked
+  // for with it, outside of turns (gate.h).
   std::mutex mutex;
   Ahead ahead = Ahead::kNobody;  // whose work the other GPUs do not wait for yet: of operators ...
   bool by_stage = false;         // ... or of stages that asked for a shard's stream
@@ -41,10 +41,10 @@ std::array<std::atomic<StreamSet*>, kStreams>& sets() {
   return *instance;
 }
 
-// torch's streams of a device are as many as an mgpu stream needs, once: a repeated GPU has its own.
+// Not one of torch's pool, which everybody shares: memory is used again by the stream of the lead's GPU that
+// it was taken on, so two sets with one such stream would have to wait for each other's other streams.
 CUDAStream new_stream(int gpu) {
   const auto device = static_cast<c10::DeviceIndex>(physical_gpu(gpu));
-  if (!is_repeated(gpu)) return c10::cuda::getStreamFromPool(false, device);
   c10::cuda::CUDAGuard guard(device);
   cudaStream_t stream = nullptr;
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -160,11 +160,13 @@ void order_before(bool all_gpus) {
   if (!several_gpus()) return;
   StreamSet& set = stream_set(current_stream_id());
   const std::lock_guard<std::mutex> lock(set.mutex);
-  const Ahead ahead = std::exchange(set.ahead, all_gpus ? Ahead::kAny : Ahead::kLead);
-  const bool stages = std::exchange(set.by_stage, false);
   // on the lead's GPU alone, operators follow each other by themselves; with managed memory, other libraries'
   // kernels may have been given to any GPU since
-  if (stages || ahead == Ahead::kAny || (ahead == Ahead::kLead && all_gpus) || memory_is_managed()) join();
+  if (set.by_stage || set.ahead == Ahead::kAny || (set.ahead == Ahead::kLead && all_gpus) ||
+      memory_is_managed())
+    join();
+  set.by_stage = false;
+  set.ahead = all_gpus ? Ahead::kAny : Ahead::kLead;
 }
 
 void order_after(bool all_gpus) {
@@ -175,9 +177,9 @@ void order_all() {
   if (!several_gpus()) return;
   StreamSet& set = stream_set(current_stream_id());
   const std::lock_guard<std::mutex> lock(set.mutex);
+  join();
   set.ahead = Ahead::kNobody;
   set.by_stage = false;
-  join();
 }
 
 cudaStream_t shard_stream_provider(int gpu) {
@@ -185,11 +187,14 @@ cudaStream_t shard_stream_provider(int gpu) {
   if (several_gpus()) {
     // what operators have started is waited for once; stages order themselves (mesh/fork_join.h)
     const std::lock_guard<std::mutex> lock(set.mutex);
-    if (std::exchange(set.ahead, Ahead::kNobody) != Ahead::kNobody) join();
+    if (set.ahead != Ahead::kNobody) join();
+    set.ahead = Ahead::kNobody;
     set.by_stage = true;
   }
   return current_on(gpu).stream();
 }
+
+int stream_set_provider() { return static_cast<int>(current_stream_id()); }
 
 // ---- events
 

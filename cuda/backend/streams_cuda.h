@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "mesh/launch.h"
 #include "mesh/mesh.h"
 
 namespace mgpu {
@@ -15,6 +16,7 @@ namespace mgpu {
 // ---- streams
 
 constexpr int kStreams = 33;  // stream 0, and as many others as torch's own pool has on a GPU
+static_assert(kStreams <= kStreamSets);
 
 // The CUDA streams of an mgpu stream, in the order of mesh_gpus(). Throws if there is no such stream.
 const std::vector<c10::cuda::CUDAStream>& streams_of(c10::StreamId id);
@@ -55,8 +57,9 @@ void order_before(bool all_gpus);
 void order_after(bool all_gpus);
 // Every GPU waits for all others now: for kernels of other libraries, which know nothing of this file.
 void order_all();
-// The stream provider of mesh/launch.h.
+// The stream provider of mesh/launch.h: a set of streams is an mgpu stream's.
 cudaStream_t shard_stream_provider(int gpu);
+int stream_set_provider();
 
 // ---- events
 

@@ -13,7 +13,6 @@
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "mesh/fork_join.h"
@@ -26,7 +25,7 @@ namespace mgpu {
 
 namespace {
 
-std::atomic<StreamProvider> stream_provider{nullptr};
+StreamProvider stream_provider;  // set once, before the first stage
 std::atomic<int> late_gpu{-1};
 std::atomic<intptr_t> late_by{0};  // microseconds
 
@@ -43,8 +42,7 @@ cudaStream_t default_stream(int device) {
 }
 
 cudaStream_t device_stream(int device) {
-  const StreamProvider provider = stream_provider.load();
-  return provider ? provider(device) : default_stream(device);
+  return stream_provider.stream ? stream_provider.stream(device) : default_stream(device);
 }
 
 // An event to join by, one per thread and device: a wait takes the record that was latest when it was called.
@@ -58,45 +56,18 @@ cudaEvent_t join_event(int device) {
   return event;
 }
 
-// Which GPUs have been given work that the others have not been made to wait for, a bit each: of one set of
-// streams, a GPU each, known by the lead GPU's.
-struct WorkAhead {
-  std::atomic<cudaStream_t> lead{nullptr};
-  std::atomic<uint64_t> gpus{0};
-};
-
-// Bits of this thread's current set of streams: those of all threads, and those that this thread set itself.
-// It asks for its own, too: between another thread's asking for a stream and its launch may lie a join of a
-// third one, which clears what is shared.
-struct AheadHere {
-  std::atomic<uint64_t>* shared;
-  uint64_t* own;
-
-  void mark(int device) const {
-    const uint64_t bit = uint64_t{1} << device;
-    *own |= bit;
-    if (!(shared->load(std::memory_order_relaxed) & bit)) shared->fetch_or(bit);
-  }
-  void clear(int device) const {
-    const uint64_t bit = uint64_t{1} << device;
-    *own &= ~bit;
-    shared->fetch_and(~bit);
-  }
-  uint64_t take() const { return std::exchange(*own, 0) | shared->exchange(0); }
-};
-
-AheadHere ahead_here() {
-  constexpr size_t kSets = 128;
-  static std::array<WorkAhead, kSets> sets;
-  thread_local std::array<uint64_t, kSets> own{};
-  const cudaStream_t lead = device_stream(mesh().gpus().front());
-  for (size_t i = 0; i < kSets; ++i) {
-    cudaStream_t known = sets[i].lead.load(std::memory_order_acquire);
-    if (!known && sets[i].lead.compare_exchange_strong(known, lead)) known = lead;
-    if (known == lead) return {&sets[i].gpus, &own[i]};
-  }
-  throw std::logic_error("more than " + std::to_string(kSets) + " sets of CUDA streams are in use");
+// Which GPUs have been given work that the others have not been made to wait for, a bit each, of this
+// thread's set of streams. All threads share it: they launch and join in turns (gate.h), so nobody joins
+// between another's asking for a stream and its launch.
+//
+// By the set and not by one of its streams: users make torch's current stream of a GPU another one for a
+// while (torch.cuda.stream()), and what the set was given before is still to be waited for.
+std::atomic<uint64_t>& ahead_here() {
+  static std::array<std::atomic<uint64_t>, kStreamSets> sets{};
+  return sets.at(static_cast<size_t>(stream_provider.set ? stream_provider.set() : 0));
 }
+
+uint64_t bit_of(int gpu) { return uint64_t{1} << gpu; }
 
 // Runs the work of one shard; an error says whose it was.
 void run_shard(const char* stage, const std::function<void(const Shard&)>& work, const Shard& shard) {
@@ -129,20 +100,20 @@ cudaStream_t quiet_stream(int shard) { return device_stream(shard_gpu(shard)); }
 
 cudaStream_t shard_stream(int shard) {
   const int gpu = shard_gpu(shard);
-  if (several_gpus()) ahead_here().mark(gpu);
+  if (several_gpus()) {
+    std::atomic<uint64_t>& ahead = ahead_here();
+    if (!(ahead.load(std::memory_order_relaxed) & bit_of(gpu))) ahead.fetch_or(bit_of(gpu));
+  }
   return device_stream(gpu);
 }
 
-void set_stream_provider(StreamProvider provider) { stream_provider.store(provider); }
+void set_stream_provider(const StreamProvider& provider) { stream_provider = provider; }
 
-void join_shards() {
-  if (!several_gpus()) return;
+namespace {
+
+// Every GPU waits for those of `first`.
+void wait_for(const std::vector<int>& first) {
   const std::vector<int>& gpus = mesh().gpus();
-  const uint64_t ahead = ahead_here().take();
-  std::vector<int> first;
-  for (const int gpu : gpus)
-    if (ahead >> gpu & 1u) first.push_back(gpu);
-  if (first.empty()) return;
   const auto record = [](int device, cudaEvent_t event) {
     DeviceGuard guard(device);
     CUDA_CHECK(cudaEventRecord(event, device_stream(device)));
@@ -188,6 +159,24 @@ void join_shards() {
   }
 }
 
+}  // namespace
+
+void join_shards() {
+  if (!several_gpus()) return;
+  device_stream(mesh().gpus().front());  // whoever provides it first orders what he has started himself
+  const uint64_t ahead = ahead_here().exchange(0);
+  std::vector<int> first;
+  for (const int gpu : mesh().gpus())
+    if (ahead & bit_of(gpu)) first.push_back(gpu);
+  if (first.empty()) return;
+  try {
+    wait_for(first);
+  } catch (...) {  // no event could be had, say: the next join tries again
+    ahead_here().fetch_or(ahead);
+    throw;
+  }
+}
+
 void synchronise_shard(int shard) {
   const int gpu = shard_gpu(shard);
   {
@@ -198,7 +187,7 @@ void synchronise_shard(int shard) {
 }
 
 void host_has_waited_for(int shard) {
-  if (several_gpus()) ahead_here().clear(shard_gpu(shard));
+  if (several_gpus() && !inside_lane()) ahead_here().fetch_and(~bit_of(shard_gpu(shard)));
 }
 
 void set_late_gpu(int gpu, int microseconds) {
@@ -216,7 +205,7 @@ void be_late(int gpu, cudaStream_t stream) {
 void synchronise_shards() {
   uint64_t done = 0;
   for (const Shard& shard : mesh().shards()) {
-    const uint64_t bit = uint64_t{1} << shard_gpu(shard.index);
+    const uint64_t bit = bit_of(shard_gpu(shard.index));
     if (!(done & bit)) synchronise_shard(shard.index);
     done |= bit;
   }

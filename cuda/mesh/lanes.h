@@ -23,6 +23,9 @@ int lane_of_shard(int shard);
 // work itself.
 void run_lanes(const std::function<void(int lane)>& work);
 
+// True inside such work, while other lanes may be in theirs.
+bool inside_lane();
+
 // What lanes take over from the thread that they work for: `capture` on its side, `adopt` on theirs. Set by
 // the backend, which knows torch's current streams, before there are any lanes.
 struct LaneContext {

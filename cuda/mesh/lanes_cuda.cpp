@@ -148,6 +148,8 @@ void run_lanes(const std::function<void(int lane)>& work) {
   for (int lane = 0; lane < lanes; ++lane) work(lane);
 }
 
+bool inside_lane() { return in_lanes; }
+
 void set_lane_context(const LaneContext& context) { lane_context = context; }
 
 }  // namespace mgpu

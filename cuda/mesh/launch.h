@@ -24,13 +24,20 @@ int shard_device(int shard);
 // The stream that work of the shard goes to. Shards on one GPU share it, so they need no joining. By default
 // one non-default stream a GPU, made when first asked for; the backend installs a provider that knows torch's
 // streams.
-// Asking for it counts as giving it work, which join_shards() then makes the other GPUs wait for: ask anew
-// after a join.
+// Ask for it, and launch, in one turn (gate.h). Asking counts as giving it work, which join_shards() then
+// makes the other GPUs wait for: ask anew after a join.
 cudaStream_t shard_stream(int shard);
 // The same, for whoever gives it no work that another GPU could see.
 cudaStream_t quiet_stream(int shard);
-using StreamProvider = cudaStream_t (*)(int gpu);
-void set_stream_provider(StreamProvider provider);
+
+// A thread launches on one set of streams at a time, a stream on each GPU, and joins are within the set.
+constexpr int kStreamSets = 64;
+struct StreamProvider {
+  cudaStream_t (*stream)(int gpu) = nullptr;  // of the calling thread's set
+  int (*set)() = nullptr;                     // which that is, from 0 on
+};
+// Before the first stage.
+void set_stream_provider(const StreamProvider& provider);
 
 // Every GPU's stream waits for what the others have been given so far. By events: the host does not wait.
 // Free on a mesh with one GPU, and where nothing was given since the latest join.
@@ -54,7 +61,8 @@ class JoinedOperator {
 // The host waits for all shards' streams, or for one; nobody needs to be joined to what it waited for.
 void synchronise_shards();
 void synchronise_shard(int shard);
-// What a thread notes whose lanes (lanes.h) have waited for the shard's stream.
+// What a thread notes whose lanes (lanes.h) have waited for the shard's stream. Lanes note nothing: another
+// lane may have asked for this very stream, and launch after the wait.
 void host_has_waited_for(int shard);
 
 // Makes a GPU current, and the former one again at the end.
