@@ -95,8 +95,8 @@ class Heap {
                       gpu_name(gpu_) + ".");
   }
 
-  // Give handles of which nothing is in use back to the driver. Nobody may be using them any more: the stream
-  // has been waited for.
+  // Give handles of which nothing is in use back to the driver. Nobody may be using them any more: the GPUs
+  // have been waited for.
   void trim() {
     const std::vector<Piece> pieces = free_;
     for (const Piece& piece : pieces) {
@@ -305,11 +305,14 @@ int64_t temporaries_reserved(int shard) {
 void trim_temporaries() {
   Temporaries& all = temporaries();
   std::lock_guard<std::mutex> lock(all.mutex);
-  for (const std::unique_ptr<Heap>& heap : all.heaps) {
-    DeviceGuard guard(heap->gpu());
-    CUDA_CHECK(cudaStreamSynchronize(heap->stream()));
-    heap->trim();
+  if (all.heaps.empty()) return;
+  // not for the heaps' streams alone: if a stage between GPUs ended in an exception, nobody has made a heap's
+  // stream wait for those that read its memory
+  for (const int gpu : mesh().gpus()) {
+    DeviceGuard guard(gpu);
+    CUDA_CHECK(cudaDeviceSynchronize());
   }
+  for (const std::unique_ptr<Heap>& heap : all.heaps) heap->trim();
 }
 
 void set_pressure_hook(bool (*release)()) { temporaries().pressure_hook = release; }

@@ -10,7 +10,7 @@ namespace mgpu {
 // GPU. On the host temporaries are blocks of the pool, and counted there.
 int64_t temporaries_reserved(int shard);
 
-// The host waits for the shards; then what no Buffer uses goes back to the driver.
+// The host waits for the GPUs; then what no Buffer uses goes back to the driver.
 void trim_temporaries();
 
 // Called when a temporary finds no memory: shall make others give back what they keep. True: try again.

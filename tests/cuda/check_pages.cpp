@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +20,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/arena.h"
@@ -40,6 +42,8 @@ std::atomic<int64_t> held[mgpu::kMaxGpus + 1];  // by GPU; the last is the host
 std::atomic<int> calls_until_refusal{-1};       // -1: none is refused
 std::atomic<bool> all_after{false};             // are refused too
 cudaStream_t current_stream = nullptr;
+thread_local int current_device = 0;
+std::array<std::atomic<bool>, mgpu::kMaxGpus> works{};  // by device: it may be reading anybody's memory
 
 int index_of(int gpu) { return gpu < 0 ? mgpu::kMaxGpus : gpu; }
 
@@ -99,6 +103,8 @@ void open(void* at, int64_t bytes, const std::vector<int>&) {
   if (mprotect(at, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE) != 0) fail("open");
 }
 void unmap(void* at, int64_t bytes) noexcept {
+  for (const auto& device : works)
+    if (device) fail("memory is taken away while a GPU may be reading it");
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = mapped.find(static_cast<char*>(at));
   if (found == mapped.end() || found->second.first != bytes) fail("unmapped a part of a mapping");
@@ -111,8 +117,8 @@ void unmap(void* at, int64_t bytes) noexcept {
 // ---- the runtime
 
 namespace mgpu {
-DeviceGuard::DeviceGuard(int) {}
-DeviceGuard::~DeviceGuard() {}
+DeviceGuard::DeviceGuard(int gpu) : former_(std::exchange(current_device, physical_gpu(gpu))) {}
+DeviceGuard::~DeviceGuard() { current_device = former_; }
 void check_cuda(cudaError_t code, const char* what) {
   if (code != cudaSuccess) fail(what);
 }
@@ -126,7 +132,10 @@ PageProvider& provider() {
 }  // namespace mgpu
 
 extern "C" {
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  works[static_cast<size_t>(current_device)] = false;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = reinterpret_cast<cudaStream_t>(1);
   return cudaSuccess;
@@ -323,6 +332,25 @@ void check_temporaries(std::mt19937& random, int steps) {
               static_cast<double>(reserved) / 1e9);
 }
 
+// After an exception inside an exchange GPUs have not been joined: one may still be reading what another
+// one's buffers, freed by then, lay in.
+void check_trim_waits_for_readers() {
+  constexpr int64_t kBytes = int64_t{40} << 20;
+  const auto free_under_readers = [&] {
+    mgpu::free_temporary(mgpu::allocate_temporary(kBytes, 0), kBytes, 0);
+    for (const int gpu : mgpu::mesh().gpus()) works[static_cast<size_t>(mgpu::physical_gpu(gpu))] = true;
+  };
+  free_under_readers();
+  mgpu::trim_temporaries();
+  if (held_on_gpus() != 0) fail("temporaries are still held");
+  free_under_readers();  // and where memory is short
+  calls_until_refusal = 0;
+  all_after = false;
+  mgpu::free_temporary(mgpu::allocate_temporary(kBytes, 1), kBytes, 1);
+  mgpu::trim_temporaries();
+  for (auto& device : works) device = false;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -337,6 +365,7 @@ int main(int count, char** arguments) {
     if (mgpu::mesh().gpus().size() != (apart ? 3 : 2)) fail("GPUs are not counted right");
     check_pages(random, steps);
     check_temporaries(random, 10 * steps);
+    check_trim_waits_for_readers();
   }
   std::printf("ok\n");
 }
