@@ -177,6 +177,17 @@ void join_shards() {
   }
 }
 
+JoinedOperator::~JoinedOperator() noexcept(false) {
+  if (std::uncaught_exceptions() == 0) {
+    join_shards();
+    return;
+  }
+  try {
+    join_shards();
+  } catch (...) {  // one exception is on its way; what was given stays noted
+  }
+}
+
 void synchronise_shard(int shard) {
   const int gpu = shard_gpu(shard);
   {
@@ -244,17 +255,23 @@ void check_kernel(const char* stage, int shard, int64_t rows) {
 void for_each_shard(const char* stage, const std::function<void(const Shard&)>& work, Access access,
                     Launch launch) {
   const LaunchScope turn;  // pages do not move meanwhile
-  if (access == Access::kExchange) join_shards();
-  const auto run_those_of = [&](int lane) {
-    for (const Shard& shard : mesh().shards())
-      if (lane_of_shard(shard.index) == lane) run_shard(stage, work, shard);
+  const auto run = [&] {
+    const auto run_those_of = [&](int lane) {
+      for (const Shard& shard : mesh().shards())
+        if (lane_of_shard(shard.index) == lane) run_shard(stage, work, shard);
+    };
+    if (launch == Launch::kSideBySide && lane_count() > 1) {
+      run_lanes(run_those_of);
+    } else {
+      for (const Shard& shard : mesh().shards()) run_shard(stage, work, shard);
+    }
   };
-  if (launch == Launch::kSideBySide && lane_count() > 1) {
-    run_lanes(run_those_of);
-  } else {
-    for (const Shard& shard : mesh().shards()) run_shard(stage, work, shard);
+  if (access == Access::kLocal) {
+    run();
+    return;
   }
-  if (access == Access::kExchange) join_shards();
+  const JoinedOperator joined;
+  run();
 }
 
 }  // namespace mgpu

@@ -5,7 +5,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <exception>
 
 #include "mesh/fork_join.h"
 #include "mesh/gate.h"
@@ -44,13 +43,12 @@ void set_stream_provider(const StreamProvider& provider);
 void join_shards();
 
 // Around a public operator whose first or last stage is local: its operands may come from any GPU, its
-// results go to any. One turn (gate.h).
+// results go to any. One turn (gate.h). Joins after an exception, too: buffers that other GPUs still use are
+// free by then.
 class JoinedOperator {
  public:
   JoinedOperator() { join_shards(); }
-  ~JoinedOperator() noexcept(false) {
-    if (std::uncaught_exceptions() == 0) join_shards();
-  }
+  ~JoinedOperator() noexcept(false);
   JoinedOperator(const JoinedOperator&) = delete;
   JoinedOperator& operator=(const JoinedOperator&) = delete;
 

@@ -4,7 +4,8 @@
 // comes before what it is given next; events carry clocks. Threads run operators of random stages on three
 // GPUs, and on one that counts as three (mesh.h). Before an exchange, and at the beginning of an operator,
 // each stream must be behind all that any was given before. Then, one by one: two sets of streams that share
-// one, a user's own stream, a lane that waits for a GPU of another one's, a driver that refuses an event.
+// one, a user's own stream, a lane that waits for a GPU of another one's, a driver that refuses an event, an
+// exchange that fails.
 //
 //     check_order [SEED [ROUNDS]]
 #include <cuda_runtime_api.h>
@@ -17,6 +18,7 @@
 #include <mutex>
 #include <new>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -272,12 +274,30 @@ void check_refused_event() {
   }
 }
 
+void check_exception() {
+  for (const Launch how : {Launch::kInTurn, Launch::kSideBySide}) {
+    try {
+      for_each_shard(
+          "stage",
+          [](const Shard& shard) {
+            launch(shard_stream(shard.index));
+            if (shard.index == 2) throw std::runtime_error("no room");
+          },
+          Access::kExchange, how);
+      fail("an exception was lost");
+    } catch (const std::runtime_error&) {
+    }
+    expect_all_behind(given_so_far(), "an exchange that failed left GPUs unjoined");
+  }
+}
+
 void check_sets() {
   provide_streams();
   check_sets_that_share_a_stream();
   check_users_own_stream();
   check_wait_of_another_lane();
   check_refused_event();
+  check_exception();
 }
 
 void check(bool apart, unsigned seed, int rounds) {
