@@ -3,6 +3,7 @@
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 
+#include "memory/pool.h"
 #include "mesh/gate.h"
 
 namespace mgpu {
@@ -12,8 +13,13 @@ using Binder = void (*)(pybind11::module_&);
 // Called at load time by MGPU_BINDINGS; module.cpp runs all of them when Python imports the module.
 bool add_binder(Binder binder);
 
-// What a function does on the shards: without Python's lock, and in one turn (mesh/gate.h).
+// What a function does on the shards: without Python's lock, and in one turn (mesh/gate.h). RuntimeError in a
+// forked process, where it could wait for threads that are not there.
 class Turn {
+  struct OwnProcess {
+    OwnProcess() { refuse_forked_child(); }
+  };
+  const OwnProcess own_;
   const pybind11::gil_scoped_release no_gil_;
   const LaunchScope launch_;
 };

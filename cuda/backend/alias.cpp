@@ -61,11 +61,7 @@ at::Tensor make_view(const c10::Storage& storage, c10::DispatchKeySet keys, caff
   return at::Tensor(std::move(impl));
 }
 
-Aliases::Aliases() {
-  TORCH_CHECK(!in_forked_child(),
-              "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, "
-              "or let them return CPU tensors and move those to mgpu in the parent.");
-}
+Aliases::Aliases() { refuse_forked_child(); }
 
 c10::Storage for_part(const c10::Storage& storage) {
   if (part_gpu < 0 || storage.device() != backing_device()) return storage;

@@ -201,23 +201,20 @@ bool release_others() {
 }  // namespace
 
 OperatorScope::OperatorScope(On on) {
-  TORCH_CHECK(
-      !in_forked_child(),
-      "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or let "
-      "them return CPU tensors and move those to mgpu in the parent.");
+  refuse_forked_child();
   launch_.emplace();
   refuse_capture();
+  order_before(on == On::kAllShards);  // may throw: the current GPU is still the caller's
   former_gpu_ = c10::cuda::ExchangeDevice(lead_index());
-  order_before(on == On::kAllShards);
   if (on == On::kLead) be_late(lead_gpu, current_on(lead_gpu).stream());
 }
 
 OperatorScope::~OperatorScope() {
   try {
     order_after(false);  // of all GPUs: run_on_parts has said so
+    if (former_gpu_ != lead_gpu) c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
     // kernels of other libraries read managed memory on all GPUs, and ask nobody
     if (memory_is_managed()) order_all();
-    if (former_gpu_ != lead_gpu) c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(former_gpu_));
   } catch (...) {  // after a kernel's fault every call fails; the next operator says so
   }
 }

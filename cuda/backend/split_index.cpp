@@ -8,7 +8,7 @@
 #include <ATen/ops/count_nonzero_ops.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/expand_ops.h>
-#include <ATen/ops/index.h>
+#include <ATen/ops/index_meta_dispatch.h>
 #include <ATen/ops/nonzero_ops.h>
 #include <ATen/ops/reshape_ops.h>
 #include <ATen/ops/select_ops.h>
@@ -34,7 +34,8 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 
 // Sizes and strides that torch would give self[indices]: of the dimensions that are not indexed, with what is
 // chosen before dimension `at` of self. Where all operands are contiguous, so is the result; for the rest
-// torch is asked, in Python, which takes 70 us.
+// torch is asked. Not by the dispatcher: that is Python's kernel, takes 70 us and wants Python's lock, which
+// a thread that waits for our turn may have (mesh/gate.h).
 std::pair<std::vector<int64_t>, std::vector<int64_t>> result_layout(const at::Tensor& self,
                                                                     const std::vector<at::Tensor>& indices,
                                                                     const std::vector<int64_t>& chosen,
@@ -54,7 +55,7 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> result_layout(const at::Te
   c10::List<std::optional<at::Tensor>> list;
   for (const at::Tensor& index : indices)
     list.push_back(index.defined() ? std::optional<at::Tensor>(on_meta(index)) : std::nullopt);
-  const at::Tensor shape = at::_ops::index_Tensor::call(on_meta(self), list);
+  const at::Tensor shape = at::meta::index(on_meta(self), list);
   return {shape.sizes().vec(), shape.strides().vec()};
 }
 

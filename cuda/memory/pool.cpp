@@ -137,20 +137,12 @@ struct Block {
 };
 
 class Pool {
- private:
-  static void check_process() {
-    if (forked_child.load())
-      throw std::runtime_error(
-          "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or "
-          "let them return CPU tensors and move those to mgpu in the parent.");
-  }
-
   // Try; if memory is short, again without what the pool keeps, and again without what other allocators keep.
   // `work` runs under the lock, the others' caches are given back without it: they give their segments to
   // free().
   template <typename F>
   auto with_retry(F work) {
-    check_process();
+    refuse_forked_child();
     try {
       std::lock_guard<std::mutex> lock(mutex_);
       try {
@@ -191,7 +183,7 @@ class Pool {
   }
 
   char* allocate(int64_t bytes, int owner, bool tensor) {
-    check_process();
+    refuse_forked_child();
     const int64_t tag = current_tag();
     return with_retry([&] { return take(bytes, owner, tensor, tag); });
   }
@@ -244,7 +236,7 @@ class Pool {
 
  public:
   char* reserve(int64_t bytes, int64_t capacity) {
-    check_process();
+    refuse_forked_child();
     const int64_t tag = current_tag();
     const LaunchScope turn;  // new pages are cleared
     return with_retry([&] { return take_growable(bytes, capacity, tag); });
@@ -416,7 +408,7 @@ class Pool {
 
   template <typename F>
   std::vector<int16_t> for_pages(const void* begin, const void* end, F value) {
-    check_process();
+    refuse_forked_child();
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = around(begin);
     if (found == live_.end()) {
@@ -436,7 +428,7 @@ class Pool {
   }
 
   void move(const void* begin, const std::vector<int64_t>& pages, const std::vector<int16_t>& places) {
-    check_process();
+    refuse_forked_child();
     StillScope still;
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = around(begin);
@@ -474,7 +466,7 @@ class Pool {
   }
 
   MemoryCounts counts() {
-    check_process();
+    refuse_forked_child();
     std::lock_guard<std::mutex> lock(mutex_);
     MemoryCounts out;
     for (int shard = 0; shard < mesh().size(); ++shard) {
@@ -714,6 +706,12 @@ MemoryCounts memory_counts() { return pool().counts(); }
 void reset_peak() { reset_tally_peaks(); }
 void empty_cache() { pool().empty_cache(); }
 bool in_forked_child() { return forked_child.load(); }
+void refuse_forked_child() {
+  if (forked_child.load())
+    throw std::runtime_error(
+        "mgpu cannot be used in a forked process. Start workers with multiprocessing's 'spawn' method, or "
+        "let them return CPU tensors and move those to mgpu in the parent.");
+}
 
 void store_row_split(const void* base, int64_t rows, int64_t row_bytes, const RowRange* row_from_shard,
                      const char* what) {

@@ -116,6 +116,8 @@ void empty_cache();
 
 // True in a process that was forked from one that used the pool.
 bool in_forked_child();
+// Throws std::runtime_error there, with what to do instead.
+void refuse_forked_child();
 
 // ---- for the locality check (locality.cpp)
 

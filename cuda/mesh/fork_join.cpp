@@ -2,7 +2,7 @@
 // fork_join.cpp: the pool of host threads behind parallel_for, in both flavours.
 #include "mesh/fork_join.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -47,10 +47,10 @@ struct Job {
 
 class Pool {
  public:
+  Pool();
   void resize(int threads) {
     std::lock_guard<std::mutex> lock(mutex_);
     wanted_ = std::max(1, threads);
-    adopt_after_fork();
     while (started_ < wanted_ - 1) {
       std::thread(&Pool::work, this, started_++).detach();
     }
@@ -65,13 +65,12 @@ class Pool {
     job->pieces = pieces;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      adopt_after_fork();
       if (wanted_ > 1) jobs_.push_back(job);
     }
     if (pieces > 2)
-      wake_.notify_all();
+      wake_->notify_all();
     else
-      wake_.notify_one();
+      wake_->notify_one();
     job->help();
     job->wait();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -80,13 +79,13 @@ class Pool {
   }
 
  private:
-  // A forked child has none of its parent's threads: forget them and what they were doing.
-  void adopt_after_fork() {
-    if (owner_ == getpid()) return;
-    owner_ = getpid();
+  // A forked child has none of its parent's threads: forget them and what they were doing. What they waited
+  // on stays as it is: whoever takes it down would wait for them.
+  void start_anew() {
     started_ = 0;
     wanted_ = 1;
     jobs_.clear();
+    wake_ = new std::condition_variable;
   }
   void work(int number) {
     if (auto hook = thread_start_hook.load()) hook();
@@ -103,7 +102,7 @@ class Pool {
         }
       }
       if (!job) {
-        wake_.wait(lock);
+        wake_->wait(lock);
         continue;
       }
       lock.unlock();
@@ -114,16 +113,24 @@ class Pool {
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_;
+  std::condition_variable* wake_ = new std::condition_variable;  // as long as the process
   std::deque<std::shared_ptr<Job>> jobs_;
   int wanted_ = 1;
   int started_ = 0;
-  pid_t owner_ = getpid();
 };
 
 Pool& pool() {
   static Pool* instance = new Pool;  // its threads run until the process ends
   return *instance;
+}
+
+// Nobody forks while another thread has the lock, which would never be given back in the child.
+Pool::Pool() {
+  pthread_atfork([] { pool().mutex_.lock(); }, [] { pool().mutex_.unlock(); },
+                 [] {
+                   pool().start_anew();
+                   pool().mutex_.unlock();
+                 });
 }
 
 // Keeps the exception of the lowest piece, so that the same error is reported on every run.

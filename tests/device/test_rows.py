@@ -7,6 +7,7 @@ Oracle: the same call on the CPU, values and gradients; for random fills, the me
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -125,6 +126,38 @@ def test_values_order_and_gradients_are_torchs(name: str, shards: int) -> None:
     stats = torch.mgpu.op_stats(reset=True)
     alone = {key for key, runs in stats.items() if runs["lead"] + runs["fallback"] > 0} - LEAD
     assert not alone, stats
+
+
+@pytest.mark.usefixtures("split_everything")
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("step", [1, 2])
+def test_layouts_of_indexed_views_are_torchs_without_asking_python(
+    order: tuple[int, int, int], step: int
+) -> None:
+    """Python's lock must not be asked for in a turn (cuda/mesh/gate.h): who waits for the turn may have it."""
+    here, there = X.permute(order)[::step], X.to("mgpu").permute(order)[::step]
+    square = MANY.view(50, 50).t()
+    rows, columns, last = (square % size for size in here.shape)
+    indices = (
+        (rows,),
+        (slice(None), columns),
+        (Ellipsis, last),
+        (rows, columns),
+        (rows, slice(None), last),
+        (slice(None), columns, last[:1]),
+    )
+    called: list[str] = []
+    for index in indices:
+        there_index = tuple(i.to("mgpu") if isinstance(i, Tensor) else i for i in index)
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename))
+        try:
+            got = there[there_index]
+        finally:
+            sys.setprofile(None)
+        want = here[index]
+        assert got.stride() == want.stride()
+        assert torch.equal(got.cpu(), want)
+    assert not [name for name in called if "torch" in Path(name).parts]
 
 
 @pytest.mark.usefixtures("split_everything")

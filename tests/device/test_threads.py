@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from native_programs import build_program
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ns_mgpu_splat.device import native
@@ -91,6 +94,7 @@ def test_forked_workers_make_cpu_tensors() -> None:
 
 def test_a_forked_child_gets_an_error_and_ends() -> None:
     x = torch.ones(500_000, device="mgpu")
+    rows = torch.ones(1000, 3, device="mgpu")
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -102,6 +106,7 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
             lambda: torch.zeros(3, device="mgpu"),
             lambda: x.sum().item(),
             lambda: x.cpu(),
+            lambda: native().measure_rows(rows),
         ):
             try:
                 use()
@@ -110,7 +115,7 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
                 texts.append(str(error).splitlines()[0])
         texts.append(str(torch.mgpu._is_in_bad_fork()))
         texts.append(str((torch.ones(100_000) * 2).sum().item()))
-        del x
+        del x, rows
         os.write(write, "\n".join(texts).encode())
         os._exit(0)
     os.close(write)
@@ -118,10 +123,18 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
     lines = os.read(read, 10_000).decode().splitlines()
     os.close(read)
     assert status == 0
-    assert all(line.startswith("mgpu cannot be used in a forked process") for line in lines[:4]), lines
-    assert lines[4:] == ["True", "200000.0"]
+    assert all(line.startswith("mgpu cannot be used in a forked process") for line in lines[:5]), lines
+    assert lines[5:] == ["True", "200000.0"]
     assert not torch.mgpu._is_in_bad_fork()
     assert not native().in_forked_child()
+
+
+def test_a_child_that_is_forked_while_the_pool_works_has_a_pool(tmp_path: Path) -> None:
+    """200 times, and a child of each. What another thread locks at that moment would stay locked: tests/cuda/check_fork.cpp."""
+    sources = ["tests/cuda/check_fork.cpp", "cuda/mesh/fork_join.cpp"]
+    program = build_program(tmp_path / "check_fork", sources, ["-O1"], cuda_headers=False)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0 hung, 0 wrong\n"
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
