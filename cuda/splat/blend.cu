@@ -145,52 +145,28 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
   return value;
 }
 
-struct LaneColour {
-  float red, green, blue, depth;
-};
-
 // A record as a lane has it: alpha's part, and colours.
 struct LaneRecord {
   math::AlphaColumn column;
-  LaneColour colour;
+  float red, green, blue, depth;
 };
-
-template <bool kDepth>
-__device__ __forceinline__ void load_rest(uint32_t staged, LaneColour& colour) {
-  if constexpr (kDepth) {
-    const float2 further = load_shared2(staged + 32);
-    colour.blue = further.x;
-    colour.depth = further.y;
-  } else {
-    colour.blue = load_shared(staged + 32);
-  }
-}
 
 template <bool kDepth>
 __device__ __forceinline__ LaneRecord load_record(uint32_t staged, float x) {
   const float4 shape = load_shared4(staged), rest = load_shared4(staged + 16);
-  LaneRecord r{};
+  LaneRecord r;
   r.column = math::alpha_column({shape.z, shape.w, rest.x}, shape.x, shape.y, rest.y, x);
-  r.colour.red = rest.z;
-  r.colour.green = rest.w;
-  load_rest<kDepth>(staged, r.colour);
+  r.red = rest.z;
+  r.green = rest.w;
+  if constexpr (kDepth) {
+    const float2 further = load_shared2(staged + 32);
+    r.blue = further.x;
+    r.depth = further.y;
+  } else {
+    r.blue = load_shared(staged + 32);
+    r.depth = 0.f;
+  }
   return r;
-}
-
-// Either part of it alone.
-__device__ __forceinline__ math::AlphaColumn load_column(uint32_t staged, float x) {
-  const float4 shape = load_shared4(staged);
-  const float2 rest = load_shared2(staged + 16);
-  return math::alpha_column({shape.z, shape.w, rest.x}, shape.x, shape.y, rest.y, x);
-}
-template <bool kDepth>
-__device__ __forceinline__ LaneColour load_colour(uint32_t staged) {
-  LaneColour colour{};
-  const float2 rest = load_shared2(staged + 24);
-  colour.red = rest.x;
-  colour.green = rest.y;
-  load_rest<kDepth>(staged, colour);
-  return colour;
 }
 
 struct BlendInput {
@@ -256,7 +232,7 @@ struct BlendShared {
   uint8_t met[2][kBatch];  // patches of the block, a bit each
   StagedRecord nobody;     // lights nothing
   // of each patch: addresses in `record`, below 64 KB as all of this, of what it meets in the batch
-  alignas(8) uint16_t list[math::kTilePatches][kBatch + 2 * kTogether];
+  alignas(8) uint16_t list[math::kTilePatches][kBatch + kTogether];
   // the bucket that a patch is filling: records, and addresses of those that are of this batch
   uint32_t lit[math::kTilePatches][kBucket];
   float4 start[kLanePixels][kBlendThreads];  // T (-1: ended), red, green, blue before the bucket
@@ -281,10 +257,8 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
   constexpr int kLanes = math::kPatchX * math::kPatchY / kPixels, kSides = kWarp / kLanes;
   constexpr int kPatches = kBlendThreads / kLanes;  // of the block
   constexpr int kRows = kPatches / math::kPatchesAcross;
-  // Of a heavy tile a patch's warp is often alone on its processor, and waits for itself: it takes the next
-  // records' alphas while the light goes through these, one after the other.
-  constexpr bool kAhead = kPixels == 1;
-  static_assert(kTogether == 4 && kTogether % kAtOnce == 0 && (!kAhead || kSides == 1));
+  constexpr int kAtOnce = kPixels == 1 ? 4 : 2;  // records whose alphas are taken before one is blended
+  static_assert(kTogether % kAtOnce == 0);
   const TilePlace place = place_of(views, in.first_tile + tile);
   const ViewImages view = views[place.view];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, patch_lane = threadIdx.x % kLanes;
@@ -306,15 +280,6 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
   const auto alive = [&] {
     static_assert(kPixels <= 2);
     return math::smaller(pixel[0].least, pixel[kPixels - 1].least) < math::kNever;
-  };
-  // A record meets a pixel; true if it contributes.
-  const auto blend_pixel = [&](int p, float alpha, const LaneColour& colour) {
-    const math::PatchStep step = math::patch_step(alpha, pixel[p]);
-    red[p] = math::mul_add(step.weight, colour.red, red[p]);
-    green[p] = math::mul_add(step.weight, colour.green, green[p]);
-    blue[p] = math::mul_add(step.weight, colour.blue, blue[p]);
-    if constexpr (kDepth) depth[p] = math::mul_add(step.weight, colour.depth, depth[p]);
-    return step.contributes;
   };
 
   // the bucket: where its list ends, how many of it are known by number, where it will go
@@ -409,10 +374,8 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
     if (!__any_sync(kAllLanes, alive())) continue;
 
     int length[kSides] = {};
-    const auto met_of = [&](int first) -> uint32_t {
-      return shared.met[buffer][first + lane] >> (warp * kSides);
-    };
-    const auto list_met = [&](int first, uint32_t bits) {
+    for (int first = 0; first < kBatch && batch + first < count; first += kWarp) {
+      const uint32_t bits = shared.met[buffer][first + lane] >> (warp * kSides);
       const uint32_t address = shared_address(&shared.record[buffer][first + lane]);
 #pragma unroll
       for (int i = 0; i < kSides; ++i) {
@@ -422,78 +385,41 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
               static_cast<uint16_t>(address);
         length[i] += __popc(lanes);
       }
-    };
-    if constexpr (kAhead) {  // a heavy tile's batches are full, but for the last
-      uint32_t bits[kBatch / kWarp];
-#pragma unroll
-      for (int i = 0; i < kBatch / kWarp; ++i) bits[i] = met_of(i * kWarp);
-#pragma unroll
-      for (int i = 0; i < kBatch / kWarp; ++i) list_met(i * kWarp, bits[i]);
-    } else {
-      for (int first = 0; first < kBatch && batch + first < count; first += kWarp)
-        list_met(first, met_of(first));
     }
     const int longest = max(length[0], length[kSides - 1]);
     uint16_t* list = shared.list[own];
-    constexpr int kBehind = kAhead ? 2 * kTogether - 1 : kTogether - 1;  // places of nobody's that are read
-    for (int i = (lane < kLanes ? length[0] : length[kSides - 1]) + patch_lane; i < longest + kBehind;
+    for (int i = (lane < kLanes ? length[0] : length[kSides - 1]) + patch_lane; i < longest + kTogether - 1;
          i += kLanes)
       list[i] = static_cast<uint16_t>(shared_address(&shared.nobody));
     __syncwarp();
 
-    uint32_t address[kTogether], next_address[kTogether];
-    float next_alpha[kTogether];
-    const auto addresses_at = [&](int at, uint32_t to[kTogether]) {
-      const uint2 packed = *reinterpret_cast<const uint2*>(list + at);
-      to[0] = packed.x & 0xffffu, to[1] = packed.x >> 16;
-      to[2] = packed.y & 0xffffu, to[3] = packed.y >> 16;
-    };
-    const auto alpha_of = [&](const math::AlphaColumn& of, int p) {
-      return math::alpha_at(of, static_cast<float>(row + p) + 0.5f);
-    };
-    if constexpr (kAhead) {
-      addresses_at(0, next_address);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) next_alpha[i] = alpha_of(load_column(next_address[i], x), 0);
-    }
     for (int at = 0; at < longest; at += kTogether) {
-      if constexpr (kAhead) {
-        float alpha[kTogether];
-        LaneColour colour[kTogether];
-        bool contributes[kTogether];
+      static_assert(kTogether == 4);
+      const uint2 packed = *reinterpret_cast<const uint2*>(list + at);
+      const uint32_t address[kTogether] = {packed.x & 0xffffu, packed.x >> 16, packed.y & 0xffffu,
+                                           packed.y >> 16};
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          address[i] = next_address[i];
-          alpha[i] = next_alpha[i];
-          colour[i] = load_colour<kDepth>(address[i]);
+      for (int i0 = 0; i0 < kTogether; i0 += kAtOnce) {
+        LaneRecord record[kAtOnce];
+        float alpha[kAtOnce][kPixels];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          record[i] = load_record<kDepth>(address[i0 + i], x);
+          for (int p = 0; p < kPixels; ++p)
+            alpha[i][p] = math::alpha_at(record[i].column, static_cast<float>(row + p) + 0.5f);
         }
-        addresses_at(at + kTogether, next_address);
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          next_alpha[i] = alpha_of(load_column(next_address[i], x), 0);
-          contributes[i] = blend_pixel(0, alpha[i], colour[i]);
-        }
-        if constexpr (kBackward) {
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i) append_if_any(contributes[i], side, address[i], lit_end);
-        }
-      } else {
-        addresses_at(at, address);
-#pragma unroll
-        for (int i0 = 0; i0 < kTogether; i0 += kAtOnce) {
-          LaneRecord record[kAtOnce];
-          float alpha[kAtOnce][kPixels];
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            record[i] = load_record<kDepth>(address[i0 + i], x);
-            for (int p = 0; p < kPixels; ++p) alpha[i][p] = alpha_of(record[i].column, p);
+        for (int i = 0; i < kAtOnce; ++i) {
+          bool contributes = false;
+          for (int p = 0; p < kPixels; ++p) {
+            const math::PatchStep step = math::patch_step(alpha[i][p], pixel[p]);
+            red[p] = math::mul_add(step.weight, record[i].red, red[p]);
+            green[p] = math::mul_add(step.weight, record[i].green, green[p]);
+            blue[p] = math::mul_add(step.weight, record[i].blue, blue[p]);
+            if constexpr (kDepth) depth[p] = math::mul_add(step.weight, record[i].depth, depth[p]);
+            contributes |= step.contributes;
           }
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            bool contributes = false;
-            for (int p = 0; p < kPixels; ++p) contributes |= blend_pixel(p, alpha[i][p], record[i].colour);
-            if constexpr (kBackward) append_if_any(contributes, side, address[i0 + i], lit_end);
-          }
+          if constexpr (kBackward) append_if_any(contributes, side, address[i0 + i], lit_end);
         }
       }
       if constexpr (kBackward) {
@@ -502,9 +428,8 @@ __device__ __forceinline__ void blend_tile(const ViewList& views, const BlendInp
           slot = taken < kPatches ? shared.first_slot + taken : atomicAdd(out.count, 1);
         }
         const bool full = lit_end > lit_begin + 4 * (kBucket - kTogether);
-        if (kSides == 1 ? full : __any_sync(kAllLanes, full)) close_bucket(full);  // a side's lanes agree
+        if (__any_sync(kAllLanes, full)) close_bucket(full);
       }
-      if (kAhead && (at & kTogether) == 0) continue;  // a look takes as long as two records
       if (!__any_sync(kAllLanes, alive())) break;
     }
   }
@@ -868,9 +793,8 @@ __global__ void __launch_bounds__(kBackThreads)
 #pragma unroll
           for (int p = 0; p < kLanePixels; ++p) {
             weight[p] = math::patch_step(alpha[i][p], pixel[p]).weight;
-            float colour_dot = math::mul_add(g[p].x, r.colour.red,
-                                             math::mul_add(g[p].y, r.colour.green, g[p].z * r.colour.blue));
-            if constexpr (kDepth) colour_dot = math::mul_add(g[p].w, r.colour.depth, colour_dot);
+            float colour_dot = math::mul_add(g[p].x, r.red, math::mul_add(g[p].y, r.green, g[p].z * r.blue));
+            if constexpr (kDepth) colour_dot = math::mul_add(g[p].w, r.depth, colour_dot);
             dL_dsigma[p] = math::patch_step_backward(alpha[i][p], weight[p], pixel[p].transmittance,
                                                      colour_dot, behind[p]);
           }
