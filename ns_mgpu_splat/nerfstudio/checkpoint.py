@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from rich.markup import escape
 
 from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory
@@ -375,5 +376,5 @@ def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Pat
         pipeline.load_pipeline(state["pipeline"], state["step"])
     except CheckpointError as error:
         raise SystemExit(f"{speaker()}: {error}") from None
-    say(f":white_check_mark: Done loading checkpoint from {path}")
+    say(f":white_check_mark: Done loading checkpoint from {escape(str(path))}", soft_wrap=True)
     return path, state["step"]
