@@ -231,6 +231,8 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def find(folder: Path, step: int | None = None) -> Path:
     """The checkpoint of a step, or the newest one. Raises CheckpointError."""
     there = checkpoints(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder} has no checkpoint: it does not exist.")
     if not there:
         nested = folder / "nerfstudio_models"
         hint = f" Did you mean {nested}?" if checkpoints(nested) else " They are called step-000001999.ckpt."
