@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from rich.markup import escape
 
 from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory
@@ -230,6 +231,8 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def find(folder: Path, step: int | None = None) -> Path:
     """The checkpoint of a step, or the newest one. Raises CheckpointError."""
     there = checkpoints(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder} has no checkpoint: it does not exist.")
     if not there:
         nested = folder / "nerfstudio_models"
         hint = f" Did you mean {nested}?" if checkpoints(nested) else " They are called step-000001999.ckpt."
@@ -375,5 +378,5 @@ def eval_load_checkpoint(config: TrainerConfig, pipeline: Pipeline) -> tuple[Pat
         pipeline.load_pipeline(state["pipeline"], state["step"])
     except CheckpointError as error:
         raise SystemExit(f"{speaker()}: {error}") from None
-    say(f":white_check_mark: Done loading checkpoint from {path}")
+    say(f":white_check_mark: Done loading checkpoint from {escape(str(path))}", soft_wrap=True)
     return path, state["step"]

@@ -27,15 +27,19 @@ kModules = {  # run by python -m
     "export_command.py": "mgpu-splat-export",
 }
 kFlag = "--load-config"
+kOutputFlags = ("--output-path", "--output-dir", "--render-output-path")
 kWhereConfigs = "ns-train says where it writes a run's config.yml."
 
 
 def config_argument(arguments: Sequence[str] | None = None) -> Path | None:
     """What `--load-config` names on a command line (by default this process's), or None."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    return _path_argument(kFlag, list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _path_argument(flag: str, words: Sequence[str]) -> Path | None:
     for word, after in zip(words, [*words[1:], None], strict=False):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") == kFlag:
+        if name.replace("_", "-") == flag:
             found = value if equals else after
             return None if found is None else Path(found)
     return None
@@ -66,6 +70,7 @@ def watch(tool: str | None = None) -> None:
             raise SystemExit(130)
         config = config_argument()
         said = None if config is None else why_not_opened(config, error, trace)
+        said = said or why_not_written(error, sys.argv[1:])
         if said is None:
             before(kind, error, trace)
         else:
@@ -98,6 +103,21 @@ def why_not_opened(config: Path, error: BaseException, trace: TracebackType | No
     if isinstance(error, AssertionError) and not _inside(trace, "setup"):
         return f"{config} is no config.yml of a training run."
     return _wrong_value(config)
+
+
+def why_not_written(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """A sentence on a place that the command line names for results, and that cannot be written; None: the error is another."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str):
+        return None
+    refused = Path(error.filename).absolute()
+    for flag in kOutputFlags:
+        given = _path_argument(flag, arguments)
+        if given is None:
+            continue
+        asked = given.absolute()
+        if asked == refused or asked in refused.parents or refused in asked.parents:
+            return f"{refused} cannot be written ({error.strerror}). Choose another {flag}."
+    return None
 
 
 def _wrong_value(config: Path) -> str | None:

@@ -260,3 +260,23 @@ def test_the_command_to_go_on_is_the_one_that_was_typed(typed: str, expected: st
         Path("out/models"), shlex.split(typed), environment, "ns-train mgpu-splat --data here"
     )
     assert found == expected
+
+
+def test_a_folder_that_is_not_there_and_a_run_in_the_place_of_its_checkpoints_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere has no checkpoint: it does not exist\.$"):
+        checkpoint.find(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint\. They are called step-000001999\.ckpt\.$"):
+        checkpoint.find(tmp_path)
+    checkpoint.save({"step": 1, "pipeline": {}}, tmp_path / "nerfstudio_models", 1, True)
+    with pytest.raises(CheckpointError, match=r"Did you mean .*/nerfstudio_models\?$"):
+        checkpoint.find(tmp_path)
+
+
+def test_gaussians_are_counted_where_the_checkpoint_does_not_say_how_many() -> None:
+    """Those of splatfacto: the memory of a resumed run was that of its seeds."""
+    means = {"_model.gauss_params.means": torch.zeros(7, 3)}
+    assert checkpoint.rows_of({"pipeline": means}) == 7
+    assert checkpoint.rows_of({"pipeline": means, "gaussians": 5}) == 5
+    assert checkpoint.rows_of({"pipeline": {}}) == 0

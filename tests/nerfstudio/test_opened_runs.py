@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scene
 import torch
@@ -16,7 +18,15 @@ import yaml
 from nerfstudio_tools import train_many
 
 from ns_mgpu_splat.nerfstudio import checkpoint, text_files
-from ns_mgpu_splat.nerfstudio.tools import config_argument, kTools, speaker, watch, why_not_opened
+from ns_mgpu_splat.nerfstudio.patches import write_ply
+from ns_mgpu_splat.nerfstudio.tools import (
+    config_argument,
+    kTools,
+    speaker,
+    watch,
+    why_not_opened,
+    why_not_written,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,6 +200,51 @@ def test_a_tool_does_not_wait_for_a_pipe(
     assert capsys.readouterr().err == (
         f"{tool}: {config} cannot be read: it is a pipe, not a file. ns-train says where it writes a run's config.yml.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--output-path", "{}/file/scores.json"],
+            "{}/file cannot be written (Not a directory). Choose another --output-path.",
+        ),
+        (
+            ["--output_dir={}/file"],
+            "{}/file cannot be written (Not a directory). Choose another --output-dir.",
+        ),
+        (["--output-dir", "elsewhere"], None),
+        (["--load-config", "{}/file"], None),
+    ],
+)
+def test_a_place_for_results_that_cannot_be_written_is_said_without_a_traceback(
+    arguments: list[str], words: str | None, tmp_path: Path
+) -> None:
+    """`ns-eval --output-path` below what is no folder ended in Nerfstudio's traceback."""
+    file = tmp_path / "file"
+    error = NotADirectoryError(errno.ENOTDIR, "Not a directory", str(file))
+    given = [each.format(tmp_path) for each in arguments]
+    assert why_not_written(error, given) == (words and words.format(tmp_path))
+    assert why_not_written(ValueError("another fault"), given) is None
+
+
+def test_ns_export_says_in_a_sentence_why_its_file_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk was a sentence below a traceback."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/ns-export"])
+    columns = {"x": np.zeros(3, np.float32)}
+    usage = type("usage", (), {"free": 100})
+    with monkeypatch.context() as full:
+        full.setattr("ns_mgpu_splat.splats.targets.shutil.disk_usage", lambda _: usage)
+        with pytest.raises(SystemExit) as ended:
+            write_ply(str(tmp_path / "splat.ply"), 3, columns)
+    assert str(ended.value).startswith(f"ns-export: {tmp_path / 'splat.ply'} needs ")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        SystemExit, match=r"ns-export: .*nowhere/splat\.ply cannot be written: there is no folder"
+    ):
+        write_ply(str(tmp_path / "nowhere" / "splat.ply"), 3, columns)
 
 
 def test_errors_that_the_file_does_not_explain_keep_their_traceback(
