@@ -76,6 +76,7 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
     meshes = [mesh] if mesh else ["0", "0,0,0", "0,0,0,0", *([every] if gpus > 1 else [])]
     stages, kept = folder / "stages", folder / "caliterra"
     database = "tests/device/test_gpu.py::test_operators_give_plain_cudas_values_and_gradients"
+    elsewhere = [f"--deselect={database}", "--ignore=tests/device/test_apart.py"]  # with their own steps
     one = {"MGPU_DEVICES": mesh or "0"}
     if kind == "build":
         build = [PYTHON, "-m", "ns_mgpu_splat.device.build", "--flavour"]
@@ -128,7 +129,6 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
             for m in meshes
         ]
     if kind == "device":
-        elsewhere = [f"--deselect={database}", "--ignore=tests/device/test_apart.py"]
         return [tests("device", ["tests/device", *elsewhere], m, 240) for m in meshes]
     if kind == "apart":
         rooms = {
@@ -161,8 +161,7 @@ def runs_of(step: str, folder: Path, gpus: int) -> list[Run]:
         ]
     if kind == "managed":
         chosen = [mesh] if mesh else ["0", "0,0,0"]
-        arguments = ["tests/device", f"--deselect={database}"]
-        return [tests("managed", arguments, m, 240, MGPU_MEMORY="managed") for m in chosen]
+        return [tests("managed", ["tests/device", *elsewhere], m, 240, MGPU_MEMORY="managed") for m in chosen]
     if kind == "opinfo":
         return [tests("opinfo", ["--timeout=0", "-s", database], mesh or "0,0,0", 300)]
     if kind == "large":

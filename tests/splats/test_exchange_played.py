@@ -38,7 +38,8 @@ def without_launches(text: str) -> str:
 def with_few_being_many(text: str) -> str:
     """Few records are played: so many are many."""
     found = [name for name in MANY if name in text]
-    assert len(found) == 1 and text.count(found[0]) == 1
+    assert len(found) == 1
+    assert text.count(found[0]) == 1
     return text.replace(found[0], MANY[found[0]])
 
 
@@ -51,7 +52,9 @@ def check_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("assign.cu", "bin.cu"):
         path = folder / "cuda" / "splat" / name
         path.write_text(with_few_being_many(path.read_text()))
-    flags = ["-O2", "-w", "-DMGPU_CUDA=1", f"-I{PLAYED / 'stub'}", f"-I{folder / 'cuda'}"]
+    # fibers jump between stacks, which _FORTIFY_SOURCE (Ubuntu's default) takes for an overrun
+    flags = ["-O2", "-w", "-U_FORTIFY_SOURCE", "-DMGPU_CUDA=1"]
+    flags += [f"-I{PLAYED / 'stub'}", f"-I{folder / 'cuda'}"]
     flags += ["-include", str(PLAYED / "cuda_on_host.h")]
     sources = [str(PLAYED / "check_exchange.cpp"), *(str(folder / "cuda" / name) for name in SOURCES)]
     return build_program(folder / "check_exchange", sources, flags)
