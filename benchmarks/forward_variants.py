@@ -11,6 +11,9 @@ What is expected of the variants:
 - `look_1`, `cull_4`, `emit_4`: how many words of the running sum a lane asks for at a time, in the kernel of the records (4),
   of the candidates (1) and of the tiles' lists (1), where a quarter of the samples stands at the barrier behind it.
 - `match`: four instructions a bit of a digit, not seven, to find the lanes with the same: 2,296 of 2,728 instructions in a sort.
+- `three_lanes`: a record that blend fetches by three lanes, as on its way back. Alphas taken ahead and records announced to
+  the second-level cache both made heavy tiles slower (docs/benchmarks.md), so it is not latency that they wait for; a fetch of
+  32 records looks up 128 lines, this one some 72.
 - `heavy_8`: tiles with eight times the mean length are blended in halves (4).
 
 `ncu --set full -k regex:'record_kernel|blend_kernel'` on the executable that --keep leaves says what a kernel waits for.
@@ -68,7 +71,40 @@ MATCH = (
 """,
 )
 
+# A record's 48 bytes by three lanes side by side: a line of the cache is looked up once for them, not three times.
+THREE_LANES = [
+    (
+        """    if (id < 0) return;
+    const uint32_t to = shared_address(&shared.record[buffer][threadIdx.x]);
+    const char* from = reinterpret_cast<const char*>(in.record + id);
+    for (int i = 0; i < 3; ++i) copy_16(to + 16 * i, from + 16 * i);
+    copy_8(shared_address(&shared.half_extent[buffer][threadIdx.x]), in.half_extent + id);
+""",
+        """#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      const int of = (k * kWarp + lane) / 3, piece = 16 * ((k * kWarp + lane) % 3);
+      const int32_t which = __shfl_sync(kAllLanes, id, of);
+      if (which < 0) continue;
+      copy_16(shared_address(&shared.record[buffer][warp * kWarp + of]) + piece,
+              reinterpret_cast<const char*>(in.record + which) + piece);
+    }
+    if (id < 0) return;
+    copy_8(shared_address(&shared.half_extent[buffer][threadIdx.x]), in.half_extent + id);
+""",
+    ),
+    (
+        """    copies_done();
+    uint32_t met = 0;
+""",
+        """    copies_done();
+    __syncwarp();
+    uint32_t met = 0;
+""",
+    ),
+]
+
 VARIANTS: dict[str, Variant] = {
+    "three_lanes": of_blend(*THREE_LANES),
     "finish_5": of_project(("kFinishBlocks = 6;", "kFinishBlocks = 5;")),
     "finish_8": of_project(("kFinishBlocks = 6;", "kFinishBlocks = 8;")),
     "look_1": of_project(("sum_of_blocks_before<4>", "sum_of_blocks_before<1>")),
