@@ -93,7 +93,8 @@ __device__ __forceinline__ int64_t large_step() { return int64_t{gridDim.x} * kW
 // ---- what each home has in each run of tiles
 
 // Many records are counted by every kSample-th, which says where ranges may end as well: there, a range's
-// share of the cost is known to a per cent or better.
+// share of the cost is known to a per cent or better. Large ones are listed in any order, another one each
+// time: what is to repeat to the bit counts them all, as sums over owners depend on the ranges.
 constexpr int64_t kSampledFrom = int64_t{1} << 17, kSampledLargeFrom = kSampledFrom / 8;
 constexpr int64_t kSample = 8;
 
@@ -134,6 +135,7 @@ struct RunCounting {
   int shift;  // of a position: its run
   uint32_t share;
   int runs;
+  bool all_large;
 
   __device__ __forceinline__ AddToRuns sum(RunSums* sums, int32_t tiles, int64_t weight) const {
     const TileCount one = tiles > 0 ? tile_count_of(static_cast<uint32_t>(tiles), share) : 0;
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const auto large = static_cast<int64_t>(*how.large);
-  const int64_t large_weight = large < kSampledLargeFrom ? 1 : kSample;
+  const int64_t large_weight = large < kSampledLargeFrom || how.all_large ? 1 : kSample;
   for (int64_t i = first_large(); i * large_weight < large; i += large_step()) {
     const int64_t r = in.large[i * large_weight];
     const LargeRecord of(in, r);
@@ -480,7 +482,8 @@ void count_tiles(const Frame& frame, int home, const SumState* records, const Su
                         room,
                         std::countr_zero(static_cast<uint64_t>(table.run)),
                         record_share(frame),
-                        static_cast<int>(table.runs)};
+                        static_cast<int>(table.runs),
+                        frame.settings.deterministic};
   count_tiles_kernel<<<blocks, kThreads, 0, shard_stream(home)>>>(measured_records(frame, home), how, counts);
   KERNEL_CHECK("assign", home, room);
 }

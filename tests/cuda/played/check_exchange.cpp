@@ -202,6 +202,7 @@ struct Case {
   bool scattered;                          // over the image; else a home has a band of it
   Reach reach;
   bool counted = false;  // home h has rows + h records a view, and every seventh meets no tile
+  bool deterministic = false, large_ascend = false;  // how large ones are listed: else from the last one on
 };
 
 bool is_small(const Record& record) {
@@ -244,6 +245,7 @@ class Play {
   Play(const Case& of, unsigned seed) : of_(of), random_(seed) {
     shards_here = of.shards;
     reach = of.reach;
+    frame_.settings.deterministic = of.deterministic;
     const float identity[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
     int64_t tiles = 0;
     for (int v = 0; v < of.views; ++v) {  // each is a little wider than the last
@@ -273,6 +275,10 @@ class Play {
     std::printf("%d shards, %d views of %dx%d, %lld records, %lld received: %d wrong\n", of_.shards,
                 of_.views, of_.width, of_.height, static_cast<long long>(records_),
                 static_cast<long long>(received_), wrong);
+  }
+  std::vector<int64_t> ends_of_ranges() {
+    assign_tiles(frame_);
+    return frame_.ranges.end;
   }
 
  private:
@@ -316,6 +322,7 @@ class Play {
     std::vector<uint32_t> large;  // in any order
     for (size_t i = records.size(); i-- > 0;)
       if (!is_small(records[i])) large.push_back(static_cast<uint32_t>(i));
+    if (of_.large_ascend) std::reverse(large.begin(), large.end());
     home.large = to_buffer(large, shard);
     home.large_count = static_cast<int64_t>(large.size());
     home.count = static_cast<int64_t>(records.size());
@@ -485,6 +492,15 @@ int main() {
     Play({3, rows > 1000 ? 1 : 2, 300, 200, rows, 5, true, Reach::kSome, true}, ++seed).run();
   // more parts than a block brings in at a time
   for (int shards : {2, 7, 32}) Play({shards, 1, 320, 200, 40, 60, true, Reach::kAll, true}, ++seed).run();
+  // more large ones than are all counted, listed in whichever order, as atomics have it: the same ranges
+  std::vector<int64_t> ends[2];
+  for (bool ascend : {false, true}) {
+    Case of{4, 1, 700, 500, 200, 60, true, Reach::kAll};
+    of.deterministic = true;
+    of.large_ascend = ascend;
+    ends[ascend] = Play(of, 100).ends_of_ranges();
+  }
+  expect(ends[0] == ends[1], "the ranges of a frame that is to repeat to the bit");
   if (mgpu::overruns > 0) std::printf("%d bytes behind the end of an array were written\n", mgpu::overruns);
   return wrong + mgpu::overruns != 0;
 }
