@@ -10,4 +10,6 @@ kColumnOf = {
     "opacities": "opacities",
 }
 
-kNoLegacyViewer = "--vis viewer_legacy shows no splats. Leave it out: the usual viewer does (docs/viewer.md)."
+kNoLegacyViewer = (
+    "--vis viewer_legacy shows no Gaussians. Leave it out: the usual viewer does (docs/viewer.md)."
+)

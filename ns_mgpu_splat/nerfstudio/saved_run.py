@@ -45,7 +45,7 @@ class SavedRun:
 
     @property
     def antialiased(self) -> bool:
-        """Whether it was trained with opacities dimmed for small splats."""
+        """Whether it was trained with opacities dimmed for small Gaussians."""
         return bool(
             self.model_option("rasterize_mode", Literal["classic", "antialiased"], "classic") == "antialiased"
         )
