@@ -294,6 +294,7 @@ class MgpuSplatTrainer(Trainer):
             )
             self.step = self._start_step - 1
             self.training_state = "completed"
+            self._clock.start(self._start_step)
             self._after_train()
             return
         self._check_rows(self._start_step - 1)
@@ -322,8 +323,6 @@ class MgpuSplatTrainer(Trainer):
                 self.save_checkpoint(self.step)
             if self._stop_signal is not None:  # it came during the last save
                 self._end_early()
-            self._log_waiting()
-            self._say_how_long()
         self._after_train()
 
     def _end_early(self) -> None:
@@ -572,15 +571,20 @@ class MgpuSplatTrainer(Trainer):
         Saving comes first: what goes wrong in an evaluation, or a kill during it, must not cost the run.
         """
         self.save_checkpoint(self.step)
-        self._finish_lines()
         try:
+            self._log_waiting()
+            self._say_how_long()
             self._final_evaluation()
             if self.viewer_state is not None:
                 from ns_mgpu_splat.nerfstudio.viewer_controls import nothing_trains
 
                 nothing_trains(self.viewer_state, self.step + 1)
             super()._after_train()
-        except KeyboardInterrupt:
+        except (
+            KeyboardInterrupt,
+            EvaluationStopped,
+        ):  # the second by a signal that came when steps were over
+            let_interrupts_end()
             said = f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}."
             say(said, markup=False, soft_wrap=True)
 
