@@ -26,6 +26,7 @@ from rich.markup import escape
 from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import files
+from ns_mgpu_splat.nerfstudio.names import kModels
 from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.text_files import why_no_file
 from ns_mgpu_splat.words import shown_bytes
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 
 kFormat = 1
 kName = re.compile(r"step-(\d+)\.ckpt")
-kModels = "nerfstudio_models"  # what Nerfstudio calls a run's folder of checkpoints
-kDeepestRun = 3  # folders between an --output-dir and that: experiment, method, time
+kDeepestRun = 3  # folders between an --output-dir and a run's checkpoints: experiment, method, time
 
 
 class CheckpointError(Exception):

@@ -236,11 +236,13 @@ class MgpuSplatDataParser(DataParser):
         left_out = len(capture.bad_entries) + len({b.index for b in bad})
         total = len(capture.bad_entries) + len(capture.frames)
         if general or ((unusable or cloud) and not self.skip):
-            spare = [*(["frames"] if unusable else []), *(["seed points"] if cloud else [])]
-            advice = f"Bad {' and '.join(spare)} can be left out instead: {kSkip}."
-            helps = spare and left_out < total and not self.skip
             problems = [*general, *unusable, *([cloud] if cloud else [])]
-            raise DatasetError(problems, capture.root, advice if helps else "")
+            spare = " and ".join(
+                what for what, some in (("frames", unusable), ("seed points", cloud)) if some
+            )
+            helps = spare and left_out < total and not self.skip
+            advice = f"Bad {spare} can be left out instead: {kSkip}." if helps else ""
+            raise DatasetError(problems, capture.root, advice)
         if unusable:
             if left_out == total:
                 raise DatasetError(

@@ -80,6 +80,17 @@ def test_the_last_step_is_saved_once_and_before_it_is_evaluated(
     assert events == ["step 0", "step 1", "step 2", "save 2", "evaluate"]
 
 
+def test_a_run_that_has_all_its_steps_does_not_say_that_it_trained(
+    trainer: MgpuSplatTrainer, events: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer._start_step, trainer._saved_step = STEPS, STEPS - 1
+    trainer.train()
+    assert events == ["evaluate"]
+    said = capsys.readouterr().out
+    assert "nothing to train" in said
+    assert "Trained" not in said
+
+
 def test_the_numbers_of_the_last_step_are_read_and_nothing_is_said_after_its_line(
     trainer: MgpuSplatTrainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
