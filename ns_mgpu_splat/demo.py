@@ -99,7 +99,7 @@ def run(settings: DemoSettings) -> None:
     if sys.prefix != sys.base_prefix:
         print(f"the commands live in a virtual environment: source {Path(sys.prefix, 'bin', 'activate')}")
     print(f"held-out PSNR: {_mean(after):.2f} dB")
-    print(f"splats: {splats}")
+    print(f"Gaussians: {splats}")
     print(f"viewer: ns-viewer --load-config {shlex.quote(str(config))}")
 
 

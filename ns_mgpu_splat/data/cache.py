@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -52,7 +55,14 @@ class BoundedCache(Generic[Value]):
         with self._lock:
             for index in indices:
                 if index not in self._ready and index not in self._coming:
-                    self._coming[index] = self._pool.submit(self._load, index)
+                    self._begin(index)
+
+    def _begin(self, index: int) -> Future[Value]:
+        with (
+            _interrupts_after()
+        ):  # one while the pool starts a thread leaves it unknown to the pool: the process would not end
+            self._coming[index] = self._pool.submit(self._load, index)
+        return self._coming[index]
 
     def ready(self, index: int) -> Value | None:
         """Return a value if it is there or has just come, without waiting. An error of `load` waits for `get`."""
@@ -71,7 +81,7 @@ class BoundedCache(Generic[Value]):
                 return self._ready[index]
             future = self._coming.get(index)
             if future is None:
-                future = self._coming[index] = self._pool.submit(self._load, index)
+                future = self._begin(index)
         try:
             value = future.result()
         finally:
@@ -95,3 +105,20 @@ class BoundedCache(Generic[Value]):
     def close(self) -> None:
         """Stop the threads; values stay readable."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_after() -> Iterator[None]:
+    """An interrupt that comes in here is answered at the end."""
+    answer = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(answer):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, answer)
+        if came:
+            answer(*came[0])

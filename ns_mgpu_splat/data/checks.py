@@ -26,7 +26,6 @@ Level = Literal["full", "sizes", "none"]
 
 kSkip = "--pipeline.datamanager.on-bad-image skip"
 kRestore = "Restore the file"
-kFixHint = f"{kRestore}, or leave such frames out with {kSkip}"
 kHeaderThreads = 16  # they wait for the disk, not for each other
 
 kLongestName = 4000  # letters of a path
@@ -38,15 +37,16 @@ kFarthest = 1e12  # units from the origin: beyond, a single pose flattens all ot
 
 
 class DatasetError(Exception):
-    """A capture that cannot be used. `str()` is what the user reads: one sentence, or a list of them."""
+    """A capture that cannot be used. `str()` is what the user reads: one sentence, or a list, and `advice` on all of it last."""
 
-    def __init__(self, problems: str | Iterable[str], root: Path | None = None) -> None:
+    def __init__(self, problems: str | Iterable[str], root: Path | None = None, advice: str = "") -> None:
         self.problems = [printable(p) for p in ([problems] if isinstance(problems, str) else problems)]
         where = f" with {root}" if root is not None else ""
         if len(self.problems) == 1:
-            text = self.problems[0]
+            text = f"{self.problems[0]} {advice}".rstrip()
         else:
             text = f"{len(self.problems)} problems{where}:\n" + "\n".join(f"  - {p}" for p in self.problems)
+            text += f"\n{advice}" if advice else ""
         super().__init__(text)
 
 
@@ -186,8 +186,8 @@ def _similar(path: Path) -> Path | None:
         return None
 
 
-def check_header(frame: Frame, capture: Capture, fix: str = kFixHint) -> list[str]:
-    """Return what the headers of a frame's image and mask say is wrong, and `fix`. Reads no pixels.
+def check_header(frame: Frame, capture: Capture) -> list[str]:
+    """Return what the headers of a frame's image and mask say is wrong, and what to do. Reads no pixels.
 
     Sets `frame.orientation` (and the mask's) where EXIF's rotation makes the size fit, and `frame.has_alpha`.
     """
@@ -195,7 +195,7 @@ def check_header(frame: Frame, capture: Capture, fix: str = kFixHint) -> list[st
     file = shown(frame.image, capture.root)
     where = f"{frame.label} of {capture.source.name}"
     problems: list[str] = []
-    info = _header(frame.image, file, where, "", problems, fix)
+    info = _header(frame.image, file, where, "", problems)
     if info is not None:
         frame.has_alpha = info.has_alpha
         if info.size != expected and info.turned_size == expected:
@@ -210,7 +210,7 @@ def check_header(frame: Frame, capture: Capture, fix: str = kFixHint) -> list[st
             )
     if frame.mask is not None:
         mask_file = shown(frame.mask, capture.root)
-        info = _header(frame.mask, mask_file, where, f" as the mask of {file}", problems, fix)
+        info = _header(frame.mask, mask_file, where, f" as the mask of {file}", problems)
         if info is not None and info.size != expected and info.turned_size == expected:
             frame.mask_orientation = info.orientation
         elif info is not None and info.size != expected:
@@ -221,12 +221,10 @@ def check_header(frame: Frame, capture: Capture, fix: str = kFixHint) -> list[st
     return problems
 
 
-def _header(
-    path: Path, file: str, where: str, role: str, problems: list[str], fix: str
-) -> images.ImageInfo | None:
+def _header(path: Path, file: str, where: str, role: str, problems: list[str]) -> images.ImageInfo | None:
     if not is_file(path):
         similar = _similar(path)
-        hint = f"{similar.name} is there: rename it, or correct the name" if similar else fix
+        hint = f"{similar.name} is there: rename it, or correct the name" if similar else kRestore
         if len(file) > kLongestName:
             problems.append(
                 f"{file[:kLongestName]}... is no name that a file can have, but {where} names it{role}."
@@ -239,14 +237,14 @@ def _header(
     try:
         return images.probe(path)
     except images.ImageError as error:
-        problems.append(f"{file} cannot be read: {error}. {fix}.")
+        problems.append(f"{file} cannot be read: {error}. {kRestore}.")
     except OSError as error:
-        problems.append(f"{file} cannot be read: {error.strerror or error}. {fix}.")
+        problems.append(f"{file} cannot be read: {error.strerror or error}. {kRestore}.")
     return None
 
 
-def check_pixels(frame: Frame, capture: Capture, decode: bool, fix: str = kFixHint) -> list[str]:
-    """Return what is wrong with the pixels of a frame whose headers are sound, and `fix`.
+def check_pixels(frame: Frame, capture: Capture, decode: bool) -> list[str]:
+    """Return what is wrong with the pixels of a frame whose headers are sound, and what to do.
 
     Args:
         decode: read all of them, and set `frame.has_alpha` to whether any is not opaque. Otherwise only look at the end
@@ -268,7 +266,7 @@ def check_pixels(frame: Frame, capture: Capture, decode: bool, fix: str = kFixHi
         except OSError as error:
             reason = error.strerror or str(error)
         if reason is not None:
-            problems.append(f"{shown(path, capture.root)} cannot be read: {reason}. {fix}.")
+            problems.append(f"{shown(path, capture.root)} cannot be read: {reason}. {kRestore}.")
     return problems
 
 
@@ -278,18 +276,15 @@ def usable_points(points: np.ndarray) -> np.ndarray:
         return (np.abs(points) <= kFarthest).all(axis=1)
 
 
-def check_points(points: np.ndarray, source: Path, skip: bool = False) -> str | None:
-    """Return what is wrong with seed points (N, 3), or None. `skip`: they are left out already."""
+def check_points(points: np.ndarray, source: Path) -> str | None:
+    """Return what is wrong with seed points (N, 3), or None."""
     bad = ~usable_points(points)
     if not bad.any():
         return None
     first = points[int(bad.argmax())]
-    cure = (
-        "Remove them from the file" if skip else f"Remove them from the file, or leave them out with {kSkip}"
-    )
     return (
         f"{source}: {int(bad.sum()):,} of {len(points):,} points have NaN, infinite or absurd coordinates, the first is "
-        f"point {int(bad.argmax()):,} at {', '.join(f'{v:g}' for v in first)}. {cure}."
+        f"point {int(bad.argmax()):,} at {', '.join(f'{v:g}' for v in first)}. Remove them from the file."
     )
 
 
@@ -298,7 +293,6 @@ def find_bad_frames(
     level: Level,
     progress: Callable[[str, int, int], None] | None = None,
     workers: int = 2,
-    skip: bool = False,
 ) -> list[BadFrame]:
     """Check all frames of a capture: poses, then all headers, then the pixels of what is sound so far.
 
@@ -308,10 +302,8 @@ def find_bad_frames(
             looks at poses and intrinsics.
         progress: called with (what is done, done, total) after each file.
         workers: threads that decode.
-        skip: bad frames are left out already: no sentence need say how to.
     Returns: what is wrong, in the order of the frames; a frame may be in it more than once.
     """
-    fix = kRestore if skip else kFixHint
     bad: list[BadFrame] = []
     first_of: dict[Path, Frame] = {}
     everything = list(range(len(capture.frames)))
@@ -338,10 +330,10 @@ def find_bad_frames(
                     progress(what, done + 1, len(members))
 
     if level != "none":
-        each("Checking image headers", kHeaderThreads, everything, lambda f: check_header(f, capture, fix))
+        each("Checking image headers", kHeaderThreads, everything, lambda f: check_header(f, capture))
         spoiled = {b.index for b in bad}
         sound = [i for i in everything if i not in spoiled]
         decode = level == "full"
         what = "Decoding all images once" if decode else "Checking the ends of image files"
-        each(what, workers, sound, lambda f: check_pixels(f, capture, decode, fix))
+        each(what, workers, sound, lambda f: check_pixels(f, capture, decode))
     return sorted(bad, key=lambda b: b.index)

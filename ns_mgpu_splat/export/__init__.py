@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished splats to files that other programs read: `.ply`, `.splat`, `.spz`, in one piece or in tiles."""
+"""Finished Gaussians to files that other programs read: `.ply`, `.splat`, `.spz`, in one piece or in tiles."""
 
 from ns_mgpu_splat.export.frame import Frame, world_frame
 from ns_mgpu_splat.export.rows import RowSource, TensorRows

@@ -20,7 +20,7 @@ class FileFacts:
 
     Attributes:
         count: rows. sh_degree: of the harmonics in it. reach: largest |coordinate|, offset subtracted.
-        antialiased: trained with opacities that are dimmed for small splats (Mip-Splatting).
+        antialiased: trained with opacities that are dimmed for small Gaussians (Mip-Splatting).
         notes: sentences on origin and frame, for formats that have comments.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving splats into another frame: means, orientations, sizes, and the directions of their spherical harmonics."""
+"""Moving Gaussians into another frame: means, orientations, sizes, and the directions of their spherical harmonics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Frame:
         name: what users call the frame.
         rotation: (3, 3), orthogonal; a reflection is allowed. scale: above 0. shift: (3,).
         offset: (3,), subtracted from coordinates before they become float32: zero unless the frame's origin is so far
-            away that float32 would blur the splats.
+            away that float32 would blur the Gaussians.
     """
 
     name: str = "nerfstudio"

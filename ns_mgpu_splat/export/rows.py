@@ -24,7 +24,7 @@ Chunk = dict[str, np.ndarray]
 
 
 class RowSource(Protocol):
-    """N splats that can be read again and again, in order."""
+    """N Gaussians that can be read again and again, in order."""
 
     @property
     def num_rows(self) -> int:

@@ -84,10 +84,10 @@ def select(
 
 
 def importance(scales: np.ndarray, opacities: np.ndarray) -> np.ndarray:
-    """How much a splat is worth keeping, (rows,) float32: the log of opacity * (ab + bc + ca).
+    """How much a Gaussian is worth keeping, (rows,) float32: the log of opacity * (ab + bc + ca).
 
-    a, b and c are its standard deviations: the sum of their products goes with the area that a splat covers, seen from far
-    and averaged over directions. Its volume would call the flat splats of walls worthless.
+    a, b and c are its standard deviations: the sum of their products goes with the area that a Gaussian covers, seen from far
+    and averaged over directions. Its volume would call the flat Gaussians of walls worthless.
 
     Args:
         scales: (rows, 3), logs. opacities: (rows,), logits.

@@ -66,7 +66,7 @@ class SpzFormat:
 
     @contextlib.contextmanager
     def stream(self, file: BinaryIO) -> Iterator[Stream]:
-        """A gzip stream, without a time in it: the same splats give the same file."""
+        """A gzip stream, without a time in it: the same Gaussians give the same file."""
         gzip = _Gzip(file)
         yield gzip
         gzip.finish()
@@ -93,7 +93,7 @@ def fractional_bits(reach: float) -> int:
     """
     if not reach <= _LARGEST_FIXED:
         raise ValueError(
-            f"A splat lies at {reach:g}, and .spz holds coordinates up to {_LARGEST_FIXED:,}. Leave it out with --crop, or "
+            f"A Gaussian lies at {reach:g}, and .spz holds coordinates up to {_LARGEST_FIXED:,}. Leave it out with --crop, or "
             "export a .ply."
         )
     if reach == 0:
@@ -109,7 +109,7 @@ def positions(means: np.ndarray, steps: float) -> np.ndarray:
 
 
 def out_of_range(chunk: Chunk) -> int:
-    """Rows whose largest size is below the range, or above it. That only a thin side of a splat is below does not show."""
+    """Rows whose largest size is below the range, or above it. That only a thin side of a Gaussian is below does not show."""
     largest = chunk["scales"].max(axis=1)
     return int(((largest < -10.5) | (largest > 6.0)).sum())
 

@@ -72,7 +72,7 @@ def survey_tiles(rows: RowSource, selection: Selection, frame: Frame, size: floa
             continue
         if np.abs(positions).max() / size >= _REACH - 1:
             raise TileError(
-                f"--tile-size {size:g} would number a tile beyond a million: a splat lies at "
+                f"--tile-size {size:g} would number a tile beyond a million: a Gaussian lies at "
                 f"{np.abs(positions).max():g}. Give a larger tile, or a --crop box."
             )
         codes = _code(_cells(positions, size))

@@ -50,7 +50,7 @@ class ExportSettings:
 
     Attributes:
         frame: of what is written. sh_degree: keep harmonics up to this degree; None: all.
-        crop: keep the splats with their means in this box, which is in the frame. max_splats: keep the most important ones.
+        crop: keep the Gaussians with their means in this box, which is in the frame. max_splats: keep the most important ones.
         tile_size: side of the cubes to cut space into, a file for each; None: one file.
         overwrite: replace what is there. antialiased: the run was trained so; `.spz` files say it.
     """
@@ -83,10 +83,10 @@ class Exported:
     """What an export wrote.
 
     Attributes:
-        path: the file, or the index of the tiles. count: splats. size: bytes of all files. files: how many.
-        selection: why the other rows stayed behind. survey: where the splats lie, in the frame.
+        path: the file, or the index of the tiles. count: Gaussians. size: bytes of all files. files: how many.
+        selection: why the other rows stayed behind. survey: where the Gaussians lie, in the frame.
         sh_degree: of the harmonics that were written.
-        misfits: splats that look different in the file because the format cannot hold a value; `misfit` says which.
+        misfits: Gaussians that look different in the file because the format cannot hold a value; `misfit` says which.
     """
 
     path: Path
@@ -137,7 +137,7 @@ def target_of(output: Path, settings: ExportSettings) -> tuple[Format, Path]:
 def export(
     rows: RowSource, output: Path, settings: ExportSettings, progress: Progress = lambda *_: None
 ) -> Exported:
-    """Write the splats of `rows` that `settings` ask for.
+    """Write the Gaussians of `rows` that `settings` ask for.
 
     Args:
         output: the file; its ending is the format. With tiles: the folder of that name without the ending.
@@ -160,7 +160,7 @@ def export(
     if largest > form.most_rows:
         tiles = "a --tile-size" if grid is None else "a smaller --tile-size"
         raise ExportError(
-            f"{largest:,} splats are more than one {form.suffix} file can hold. Give --max-splats, or {tiles}."
+            f"{largest:,} Gaussians are more than one {form.suffix} file can hold. Give --max-splats, or {tiles}."
         )
     check_room(target, size)
     if grid is None:
@@ -215,7 +215,7 @@ class _Work:
 
     def _why_nothing(self, selection: Selection) -> str:
         if selection.outside == 0:
-            return f"None of the {self.rows.num_rows:,} splats has finite values only: there is nothing to export."
+            return f"None of the {self.rows.num_rows:,} Gaussians has finite values only: there is nothing to export."
         everything = select(self.rows, self.settings.frame, None, None)
         survey = Survey()
         for positions in self._positions(everything):
@@ -225,7 +225,7 @@ class _Work:
             for axis, low, high in zip("xyz", survey.low, survey.high, strict=True)
         )
         return (
-            f"No splat lies in the --crop box. In the {self.settings.frame.name} frame, in which the box is given, they lie "
+            f"No Gaussian lies in the --crop box. In the {self.settings.frame.name} frame, in which the box is given, they lie "
             f"within {ranges}."
         )
 

@@ -26,6 +26,7 @@ from rich.markup import escape
 from ns_mgpu_splat.data.checks import printable
 from ns_mgpu_splat.data.memory import available_memory
 from ns_mgpu_splat.device import files
+from ns_mgpu_splat.nerfstudio.names import kModels
 from ns_mgpu_splat.nerfstudio.say import say
 from ns_mgpu_splat.nerfstudio.text_files import why_no_file
 from ns_mgpu_splat.words import shown_bytes
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 kFormat = 1
 kName = re.compile(r"step-(\d+)\.ckpt")
+kDeepestRun = 3  # folders between an --output-dir and a run's checkpoints: experiment, method, time
 
 
 class CheckpointError(Exception):
@@ -234,9 +236,10 @@ def find(folder: Path, step: int | None = None) -> Path:
     if not folder.exists():
         raise CheckpointError(f"{folder} has no checkpoint: it does not exist.")
     if not there:
-        nested = folder / "nerfstudio_models"
-        hint = f" Did you mean {nested}?" if checkpoints(nested) else " They are called step-000001999.ckpt."
-        raise CheckpointError(f"{folder} has no checkpoint.{hint}")
+        runs = _runs_below(folder)
+        hint = f"Did you mean {runs[-1]}?" if runs else "They are called step-000001999.ckpt."
+        several = f" That is the newest of {len(runs)} runs in there." if len(runs) > 1 else ""
+        raise CheckpointError(f"{folder} has no checkpoint. {hint}{several}")
     if step is None:
         return there[0][1]
     for at, path in there:
@@ -246,6 +249,17 @@ def find(folder: Path, step: int | None = None) -> Path:
         f"{folder} has no step-{step:09d}.ckpt, but {', '.join(path.name for _, path in there)}. --load-step takes the number "
         "in the name, which is one less than the steps that it has had."
     )
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Folders of checkpoints of runs in a folder, as deep as an --output-dir has them; that of the run saved last is the last."""
+    saved = []
+    with suppress(OSError):  # what goes away meanwhile is none
+        for depth in range(kDeepestRun + 1):
+            for models in folder.glob("*/" * depth + kModels):
+                if there := checkpoints(models):
+                    saved.append((there[0][1].stat().st_mtime, models))
+    return [models for _, models in sorted(saved)]
 
 
 def read(path: Path) -> dict[str, Any]:

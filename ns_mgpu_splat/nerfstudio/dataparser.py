@@ -34,6 +34,7 @@ from ns_mgpu_splat.data.checks import (
     Level,
     check_points,
     find_bad_frames,
+    kSkip,
     printable,
     usable_points,
 )
@@ -227,16 +228,22 @@ class MgpuSplatDataParser(DataParser):
         if level == "full" and sum(f.camera.width * f.camera.height for f in capture.frames) > kDecodePixels:
             level = "sizes"
         with _check_progress() as progress:
-            bad = find_bad_frames(capture, level, progress, self.workers, self.skip)
+            bad = find_bad_frames(capture, level, progress, self.workers)
         unusable = merged(capture.bad_entries) + [b.sentence for b in bad]
         general, cloud = list(capture.problems), None
         if self.want_points and config.seed_points:
             cloud = self._read_points(capture, general)
+        left_out = len(capture.bad_entries) + len({b.index for b in bad})
+        total = len(capture.bad_entries) + len(capture.frames)
         if general or ((unusable or cloud) and not self.skip):
-            raise DatasetError([*general, *unusable, *([cloud] if cloud else [])], capture.root)
+            problems = [*general, *unusable, *([cloud] if cloud else [])]
+            spare = " and ".join(
+                what for what, some in (("frames", unusable), ("seed points", cloud)) if some
+            )
+            helps = spare and left_out < total and not self.skip
+            advice = f"Bad {spare} can be left out instead: {kSkip}." if helps else ""
+            raise DatasetError(problems, capture.root, advice)
         if unusable:
-            left_out = len(capture.bad_entries) + len({b.index for b in bad})
-            total = len(capture.bad_entries) + len(capture.frames)
             if left_out == total:
                 raise DatasetError(
                     [f"No usable image is left: all {total:,} frames are bad.", *unusable], capture.root
@@ -271,7 +278,7 @@ class MgpuSplatDataParser(DataParser):
         if found is None:
             return None
         xyz, rgb, path = found
-        sentence = check_points(xyz, path, self.skip)
+        sentence = check_points(xyz, path)
         if sentence is not None:
             usable = usable_points(xyz)
             xyz, rgb = xyz[usable], rgb[usable]

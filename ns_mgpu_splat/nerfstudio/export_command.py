@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line `mgpu-splat-export`: a run's splats to a file that other programs read. Needs no GPU and little memory."""
+"""Command line `mgpu-splat-export`: a run's Gaussians to a file that other programs read. Needs no GPU and little memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ns_mgpu_splat.words import shown_bytes
+from ns_mgpu_splat.words import counted, shown_bytes
 
 kName = "mgpu-splat-export"
 kOldSpzRows = 10_000_000  # readers of .spz took no more until 2026
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         allow_abbrev=False,
         prog=kName,
-        description="Write the splats of a run, from its newest checkpoint, to a file: .ply keeps everything, .spz is about a "
+        description="Write the Gaussians of a run, from its newest checkpoint, to a file: .ply keeps everything, .spz is about a "
         "tenth of it, .splat is for simple web viewers and has plain colours. No GPU is needed, nor memory for the scene.",
         epilog="Which format for which viewer, and more on frames: docs/export.md.",
     )
@@ -39,13 +39,13 @@ def parser() -> argparse.ArgumentParser:
                    help="turn the frame so that z, which is up in Nerfstudio, becomes y: (x, y, z) is written as (x, z, -y). "
                    "Viewers of .spz and game engines expect that")  # fmt: skip
     p.add_argument("--sh-degree", metavar="D", type=int, choices=range(4), default=None,
-                   help="keep view-dependent colour up to this degree, 0 to 3: a .ply has 248 bytes a splat with 3, 164 with "
+                   help="keep view-dependent colour up to this degree, 0 to 3: a .ply has 248 bytes a Gaussian with 3, 164 with "
                    "2, 104 with 1, 68 with 0 (default: all that the run has)")  # fmt: skip
     p.add_argument("--crop", metavar=("x0", "y0", "z0", "x1", "y1", "z1"), nargs=6, type=float, default=None,
-                   help="keep the splats whose centres lie in this box, which is in the frame that is written; inf and -inf "
+                   help="keep the Gaussians whose centres lie in this box, which is in the frame that is written; inf and -inf "
                    "leave a side open")  # fmt: skip
     p.add_argument("--max-splats", metavar="N", type=int, default=None,
-                   help="keep the N splats that matter most: by opacity times the area they cover")  # fmt: skip
+                   help="keep the N Gaussians that matter most: by opacity times the area they cover")  # fmt: skip
     p.add_argument("--tile-size", metavar="S", type=float, default=None,
                    help="cut space into cubes with this side, in units of the frame, a file for each, into the folder FILE; "
                    "its index.json lists them")  # fmt: skip
@@ -112,12 +112,12 @@ def _export(args: argparse.Namespace) -> str:
         done = export(run.rows, args.output, settings, progress)
     if form.suffix == ".spz" and done.files == 1 and done.count > kOldSpzRows:
         print(
-            f"{kName}: readers of .spz from before 2026 take at most {kOldSpzRows:,} splats of a file: for them, give "
+            f"{kName}: readers of .spz from before 2026 take at most {kOldSpzRows:,} Gaussians of a file: for them, give "
             "--tile-size or --max-splats.",
             file=sys.stderr,
         )
     if done.misfits:
-        who = "1 splat has" if done.misfits == 1 else f"{done.misfits:,} splats have"
+        who = "1 Gaussian has" if done.misfits == 1 else f"{done.misfits:,} Gaussians have"
         print(f"{kName}: {who} {done.misfit}. The nearest one was written.", file=sys.stderr)
     return _summary(done, frame.name, frame.offset.tolist())
 
@@ -134,7 +134,7 @@ def _summary(done: Any, frame: str, offset: list[float]) -> str:
         if count
     ]
     parts = [
-        f"{done.count:,} splats",
+        counted(done.count, "Gaussian"),
         shown_bytes(done.size),
         f"SH degree {done.sh_degree}",
         f"frame {frame}",

@@ -21,6 +21,7 @@ kName = "mgpu-splat-info"
 kSample = 1 << 20  # rows from which the box of most Gaussians is taken
 kLeftOut = 0.005  # share of rows that this box leaves out at each end of each axis
 kPageBytes = 2 << 20
+kPaths = ("config", "checkpoint", "picture")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, or 1 for an error told in one sentence on stderr."""
     from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
     from ns_mgpu_splat.nerfstudio.saved_run import RunError
+    from ns_mgpu_splat.nerfstudio.say import say_facts
 
     args = parser().parse_args(argv)
     try:
@@ -61,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{kName}: {error.filename or args.picture}: {error.strerror or error}.", file=sys.stderr)
         return 1
-    print(json.dumps(info, indent=1) if args.json else text_of(info))
+    if args.json:
+        print(json.dumps(info, indent=1))
+    else:
+        say_facts(facts_of(info), whole=kPaths)
     return 0
 
 
@@ -156,7 +161,7 @@ class Run:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """All that the command says, as plain values; no NaN. `text_of` says the same under the same names."""
+        """All that the command says, as plain values; no NaN. `facts_of` says the same under the same names."""
         schedule, trained_on = self.state.get("schedule_steps"), self.state.get("shards")
         shards = self.shards()
         pages = sum(shard["pages"] for shard in shards)
@@ -269,10 +274,10 @@ class Run:
         return table.means.detach().cpu(), table.opacities.detach().cpu()
 
 
-def text_of(info: dict[str, Any]) -> str:
-    """Lines for people: all that `describe` has, under its names."""
+def facts_of(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """For people: all that `describe` has, under its names."""
     memory, grid, order = info["memory"], info["grid"], info["order"]
-    lines = [
+    facts = [
         ("config", info["config"]),
         ("checkpoint", info["checkpoint"]),
         ("step", f"{info['step']:,}{f' of a schedule of {n:,}' if (n := info['schedule']) else ''}"),
@@ -288,8 +293,8 @@ def text_of(info: dict[str, Any]) -> str:
     for name in ("extent", "extent_of_99_percent"):
         if (box := info[name]) is not None:
             ends = (f"{axis} {low:.4g} to {high:.4g}" for axis, (low, high) in box.items())
-            lines.append((name.replace("_", " "), ", ".join(ends)))
-    lines += [
+            facts.append((name.replace("_", " "), ", ".join(ends)))
+    facts += [
         (
             "grid",
             f"{grid['in_use']}: {counted(grid['voxels'], 'voxel')}, voxel size {grid['voxel_size']:.4g}, "
@@ -310,13 +315,12 @@ def text_of(info: dict[str, Any]) -> str:
     for shard in info["shards"]:
         rows = shown_bytes(shard["gaussians"] * memory["to_render"])
         text = f"{counted(shard['gaussians'], 'Gaussian')}: {rows} to render; {_pages(shard['pages'])}"
-        lines.append((shard["name"], text))
+        facts.append((shard["name"], text))
     if info["trained_on"]:
-        lines.append(("trained on", ", ".join(info["trained_on"])))
+        facts.append(("trained on", ", ".join(info["trained_on"])))
     if "picture" in info:
-        lines.append(("picture", info["picture"]))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+        facts.append(("picture", info["picture"]))
+    return facts
 
 
 def _colours_text(colours: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that several files here share: Nerfstudio's names of a splat table's columns, in the order of its optimizer groups."""
+"""Words that several files here share; of Nerfstudio: of the columns of a splat table, in the order of its optimizer groups."""
 
 kColumnOf = {
     "means": "means",
@@ -10,4 +10,9 @@ kColumnOf = {
     "opacities": "opacities",
 }
 
-kNoLegacyViewer = "--vis viewer_legacy shows no splats. Leave it out: the usual viewer does (docs/viewer.md)."
+kModels = "nerfstudio_models"
+"""Of a run's folder of checkpoints, unless it was given another name."""
+
+kNoLegacyViewer = (
+    "--vis viewer_legacy shows no Gaussians. Leave it out: the usual viewer does (docs/viewer.md)."
+)

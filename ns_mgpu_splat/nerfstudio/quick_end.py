@@ -26,7 +26,7 @@ def end_quickly() -> None:
 
 
 def let_interrupts_end() -> None:
-    """The run is over, and all is said: from here on Ctrl-C ends `ns-train` at once, by the system's own answer, in silence.
+    """The run is over and saved: from here on Ctrl-C ends `ns-train` at once, by the system's own answer, in silence.
 
     Only in that command: a program that trains by this package goes on afterwards, with interrupts of its own.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ns_mgpu_splat.export import Frame, RowSource, TensorRows, world_frame
 from ns_mgpu_splat.nerfstudio import checkpoint
-from ns_mgpu_splat.nerfstudio.names import kColumnOf
+from ns_mgpu_splat.nerfstudio.names import kColumnOf, kModels
 from ns_mgpu_splat.nerfstudio.presets import fits, wrong_value
 from ns_mgpu_splat.nerfstudio.text_files import read_text, yaml_problem
 
@@ -45,7 +45,7 @@ class SavedRun:
 
     @property
     def antialiased(self) -> bool:
-        """Whether it was trained with opacities dimmed for small splats."""
+        """Whether it was trained with opacities dimmed for small Gaussians."""
         return bool(
             self.model_option("rasterize_mode", Literal["classic", "antialiased"], "classic") == "antialiased"
         )
@@ -79,7 +79,7 @@ def open_run(config: Path) -> SavedRun:
     """Open the run of a config.yml. Its folder may have been moved. Raises RunError, CheckpointError."""
     options = read_options(config)
     models = _dig(options, "relative_model_dir")
-    folder = config.parent / (Path(*models) if isinstance(models, list) and models else "nerfstudio_models")
+    folder = config.parent / (Path(*models) if isinstance(models, list) and models else kModels)
     path = checkpoint.find(folder)
     try:
         rows = TensorRows([_columns(checkpoint.read(path)["pipeline"])])

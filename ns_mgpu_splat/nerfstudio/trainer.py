@@ -143,7 +143,6 @@ class MgpuSplatTrainer(Trainer):
             raise SystemExit(
                 f"mgpu-splat: --vis {self.config.vis}: {said}. {cure}, or train with --vis viewer+tensorboard."
             ) from None
-        self._check_room()
         self.pipeline.stop_wanted = lambda: self._stop_signal is not None
         self.pipeline.model.metrics_every = max(1, self.config.logging.steps_per_log)
         end, schedule = self.config.max_num_iterations, self.config.schedule_steps
@@ -152,7 +151,7 @@ class MgpuSplatTrainer(Trainer):
             say(advice, style="bold yellow" if self._former_schedule != schedule else None)
 
     def _check_room(self) -> None:
-        """Refuse a disk that is too small for the checkpoints; warn of one that the run will outgrow."""
+        """Warn of a disk that the run will outgrow. Raises CheckpointError for one that is too small for what it has now."""
         config, model = self.config, self.pipeline.model
         steps = config.max_num_iterations - self._start_step
         if steps <= 0:
@@ -166,10 +165,7 @@ class MgpuSplatTrainer(Trainer):
         )
         now, cap = model.num_points * row, model.cap * row
         keep = not config.save_only_latest_checkpoint
-        try:
-            warning = checkpoint.check_room(self.checkpoint_dir, now, cap, saves, keep)
-        except CheckpointError as error:
-            raise SystemExit(f"mgpu-splat: {error}") from None
+        warning = checkpoint.check_room(self.checkpoint_dir, now, cap, saves, keep)
         if warning is not None:
             say(f"[bold yellow]{warning}[/bold yellow]")
 
@@ -190,7 +186,10 @@ class MgpuSplatTrainer(Trainer):
         return state
 
     def setup_optimizers(self) -> SplatOptimizers:
-        """Load the model, make the optimizers on its parameters, and load their state."""
+        """Load the model, make the optimizers on its parameters, and load their state.
+
+        Then the size of a checkpoint is known, and Nerfstudio starts its viewer next: a disk that is too small is refused here.
+        """
         model = self.pipeline.model
         state = self._loaded
         try:
@@ -214,6 +213,7 @@ class MgpuSplatTrainer(Trainer):
                         f"{state['path']} has Gaussians, but a state of training that does not fit them "
                         f"({type(error).__name__}: {error}). It is of another method or damaged: go on from another one."
                     ) from error
+            self._check_room()
             self.pipeline.datamanager.read_ahead(self._start_step)
             model.place_rows()
             say(model.grid_text())
@@ -294,6 +294,7 @@ class MgpuSplatTrainer(Trainer):
             )
             self.step = self._start_step - 1
             self.training_state = "completed"
+            self._clock.start(self._start_step)
             self._after_train()
             return
         self._check_rows(self._start_step - 1)
@@ -322,8 +323,6 @@ class MgpuSplatTrainer(Trainer):
                 self.save_checkpoint(self.step)
             if self._stop_signal is not None:  # it came during the last save
                 self._end_early()
-            self._log_waiting()
-            self._say_how_long()
         self._after_train()
 
     def _end_early(self) -> None:
@@ -572,15 +571,20 @@ class MgpuSplatTrainer(Trainer):
         Saving comes first: what goes wrong in an evaluation, or a kill during it, must not cost the run.
         """
         self.save_checkpoint(self.step)
-        self._finish_lines()
         try:
+            self._log_waiting()
+            self._say_how_long()
             self._final_evaluation()
             if self.viewer_state is not None:
                 from ns_mgpu_splat.nerfstudio.viewer_controls import nothing_trains
 
                 nothing_trains(self.viewer_state, self.step + 1)
             super()._after_train()
-        except KeyboardInterrupt:
+        except (
+            KeyboardInterrupt,
+            EvaluationStopped,
+        ):  # the second by a signal that came when steps were over
+            let_interrupts_end()
             said = f"Ended. Step {self.step + 1:,} is saved in {self.checkpoint_dir}."
             say(said, markup=False, soft_wrap=True)
 

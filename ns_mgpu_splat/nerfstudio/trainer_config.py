@@ -17,7 +17,7 @@ from ns_mgpu_splat.data.capture import find_capture
 from ns_mgpu_splat.data.checks import DatasetError
 from ns_mgpu_splat.nerfstudio import checkpoint
 from ns_mgpu_splat.nerfstudio.console import ProgressWriterConfig
-from ns_mgpu_splat.nerfstudio.names import kNoLegacyViewer
+from ns_mgpu_splat.nerfstudio.names import kModels, kNoLegacyViewer
 from ns_mgpu_splat.nerfstudio.older_runs import FillsIn
 from ns_mgpu_splat.nerfstudio.pipeline import MgpuSplatPipelineConfig
 from ns_mgpu_splat.nerfstudio.presets import apply_preset, apply_run, existing, is_preset
@@ -103,7 +103,7 @@ class MgpuSplatTrainerConfig(FillsIn, TrainerConfig):
     """Go on from this checkpoint; a file, where load-dir is a folder."""
     load_scheduler: bool = True
     """Go on with the learning rates of the checkpoint, too. False begins their decay anew."""
-    relative_model_dir: Path = Path("nerfstudio_models")
+    relative_model_dir: Path = Path(kModels)
     """Folder for checkpoints, below that of the run."""
     start_paused: bool = False
     """Wait for the button "Resume Training" in the viewer before the first step."""

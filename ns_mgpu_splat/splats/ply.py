@@ -75,14 +75,14 @@ class PlyReader:
         ]
         if missing:
             raise ValueError(
-                f"{self.path} has no property {missing[0]!r} ({len(missing)} missing), so it is no 3DGS splat file. A plain "
-                "point cloud is read as seed points, not as splats."
+                f"{self.path} has no property {missing[0]!r} ({len(missing)} missing), so it is no file of Gaussians. A plain "
+                "point cloud is read as seed points, not as Gaussians."
             )
         need = self._offset + self.num_rows * self._dtype.itemsize
         size = self.path.stat().st_size
         if size < need:
             raise ValueError(
-                f"{self.path} is cut short: it has {size:,} bytes, its header announces {self.num_rows:,} splats, which need "
+                f"{self.path} is cut short: it has {size:,} bytes, its header announces {self.num_rows:,} Gaussians, which need "
                 f"{need:,}. Copy or export it again."
             )
 
@@ -158,7 +158,7 @@ class PlyReader:
             keep = finite_rows(chunk)
             count += len(chunk["means"]) if keep is None else int(keep.sum())
         if count < self.num_rows:
-            _log.warning("%s: %s of %s splats have values that are not finite and were left out", self.path,
+            _log.warning("%s: %s of %s Gaussians have values that are not finite and were left out", self.path,
                          f"{self.num_rows - count:,}", f"{self.num_rows:,}")  # fmt: skip
         return count
 
@@ -188,7 +188,7 @@ def finite_rows(chunk: Mapping[str, np.ndarray]) -> np.ndarray | None:
 
 
 def header(count: int, sh_degree: int, comments: Sequence[str] = ()) -> bytes:
-    """The header of a file with `count` splats, from "ply" to the line end of "end_header"."""
+    """The header of a file with `count` Gaussians, from "ply" to the line end of "end_header"."""
     lines = ["ply", "format binary_little_endian 1.0", *(f"comment {line}" for line in comments)]
     lines += [f"element vertex {count}", *(f"property float {name}" for name in property_names(sh_degree))]
     return ("\n".join([*lines, "end_header"]) + "\n").encode()
@@ -211,7 +211,7 @@ def pack(chunk: Mapping[str, np.ndarray]) -> np.ndarray:
 def write(
     path: Path, num_rows: int, sh_degree: int, read_rows: Callable[[int, int], dict[str, np.ndarray]]
 ) -> int:
-    """Write the finite ones of `num_rows` splats to `path` and return how many they are.
+    """Write the finite ones of `num_rows` Gaussians to `path` and return how many they are.
 
     Args:
         read_rows: gives the columns of rows [begin, end) on the host.
@@ -233,6 +233,6 @@ def write(
             kept = chunk if keep is None else {name: column[keep] for name, column in chunk.items()}
             file.write(pack(kept).data)
     if count < num_rows:
-        _log.warning("%s: %s of %s splats have values that are not finite and were left out", path,
+        _log.warning("%s: %s of %s Gaussians have values that are not finite and were left out", path,
                      f"{num_rows - count:,}", f"{num_rows:,}")  # fmt: skip
     return count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""project(): the first half of a render, for those who want the splats and not the image."""
+"""project(): the first half of a render, for those who want the Gaussians and not the image."""
 
 from __future__ import annotations
 

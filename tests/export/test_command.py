@@ -45,7 +45,7 @@ def test_the_last_line_says_path_count_size_and_what_was_dropped(
     line = run_export(config, tmp_path / "a b.ply")
     size = (tmp_path / "a b.ply").stat().st_size
     assert line == (
-        f"Wrote {tmp_path / 'a b.ply'}: 60 splats, {size / 1024:.1f} KiB, SH degree 1, frame nerfstudio; dropped none.\n"
+        f"Wrote {tmp_path / 'a b.ply'}: 60 Gaussians, {size / 1024:.1f} KiB, SH degree 1, frame nerfstudio; dropped none.\n"
     )
     assert beside(tmp_path) == ["a b.ply", "run"], "nothing is left beside it"
 
@@ -155,7 +155,7 @@ def test_a_crop_box_may_be_written_in_any_way_numbers_are(
     config: Path, run_export: Callable[..., str], tmp_path: Path
 ) -> None:
     line = run_export(config, tmp_path / "a.ply", "--crop", "-1e3", "-.5e1", "-inf", "1e3", "5", "inf")
-    assert "60 splats" in line
+    assert "60 Gaussians" in line
 
 
 def test_a_run_that_cannot_be_opened_is_named(run_export: Callable[..., str], tmp_path: Path) -> None:
@@ -239,6 +239,13 @@ def test_the_world_says_its_offset(run_export: Callable[..., str], tmp_path: Pat
         "frame: world",
         "offset to add to coordinates: 100000 200000 0",
     ]
+
+
+def test_help_speaks_of_gaussians_as_all_else_does() -> None:
+    """It said "splats"; what is left are names: of the command, of a format, of an option."""
+    words = export_command.parser().format_help().replace("--max-splats", "").replace(".splat", "").split()
+    assert "Gaussians" in words
+    assert not [word for word in words if "splat" in word.lower() and "mgpu-splat" not in word]
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:

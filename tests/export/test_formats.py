@@ -73,7 +73,7 @@ def test_splat_is_within_half_a_step(run_export: Callable[..., str], tmp_path: P
     columns["scales"][3, 1] = 60.0  # a float32, but its square is none
     line = run_export(saved_runs.write_run(tmp_path, columns), tmp_path / "splats.splat")
     assert "SH degree 0" in line
-    assert "2 splats have a size above 10^19 units" in run_export.warning  # type: ignore[attr-defined]
+    assert "2 Gaussians have a size above 10^19 units" in run_export.warning  # type: ignore[attr-defined]
     read, given = saved_runs.read_splat(tmp_path / "splats.splat"), as_numpy(columns)
     assert np.array_equal(read["means"], given["means"].astype(np.float64))
     usual = ~np.isin(np.arange(200), (2, 3))
@@ -153,6 +153,6 @@ def test_sizes_that_spz_cannot_hold_are_said(run_export: Callable[..., str], tmp
     columns["scales"][6, 0] = 7.0
     config = saved_runs.write_run(tmp_path, columns)
     run_export(config, tmp_path / "splats.spz")
-    assert "2 splats have a size outside of e^-10 to e^5.9 units" in run_export.warning  # type: ignore[attr-defined]
+    assert "2 Gaussians have a size outside of e^-10 to e^5.9 units" in run_export.warning  # type: ignore[attr-defined]
     run_export(config, tmp_path / "splats.ply")
     assert run_export.warning == ""  # type: ignore[attr-defined]

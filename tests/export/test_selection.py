@@ -44,7 +44,7 @@ def test_only_rows_that_are_not_finite_are_dropped_and_counted(
     expected = [row for row in range(ROWS) if row not in broken.values()]
     for degree in (3, 0):  # a row that is broken in a band that is left out is broken all the same
         line = run_export(config, tmp_path / "splats.ply", "--sh-degree", degree, "--overwrite")
-        assert "294 splats" in line
+        assert "294 Gaussians" in line
         assert "dropped 6 with values that are not finite." in line
         columns_in = {**columns, "means": columns["means"].nan_to_num(9.0)}
         assert kept_rows(tmp_path / "splats.ply", columns_in) == expected
@@ -54,7 +54,7 @@ def test_a_run_without_a_finite_row_is_an_error(run_export: Callable[..., str], 
     columns = saved_runs.random_columns(20)
     columns["scales"][:] = float("nan")
     line = run_export(saved_runs.write_run(tmp_path, columns), tmp_path / "splats.ply", fails=True)
-    assert "None of the 20 splats has finite values" in line
+    assert "None of the 20 Gaussians has finite values" in line
     assert not (tmp_path / "splats.ply").exists()
     empty = saved_runs.write_run(tmp_path / "empty", saved_runs.random_columns(0))
     assert "no Gaussian" in run_export(empty, tmp_path / "splats.ply", fails=True)
@@ -85,7 +85,7 @@ def test_an_empty_crop_box_says_where_the_splats_are(run_export: Callable[..., s
     columns["means"][:, 0] = torch.linspace(2, 3, 50)
     config = saved_runs.write_run(tmp_path, columns)
     line = run_export(config, tmp_path / "splats.ply", "--crop", -1, -1, -1, 1, 1, 1, fails=True)
-    assert "No splat lies in the --crop box" in line
+    assert "No Gaussian lies in the --crop box" in line
     assert "x 2 to 3" in line
     line = run_export(config, tmp_path / "splats.ply", "--crop", 1, 0, 0, -1, 1, 1, fails=True)
     assert "--crop has x from 1 to -1" in line

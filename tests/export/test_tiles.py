@@ -28,7 +28,7 @@ def test_each_row_is_in_the_tile_it_lies_in(
     config = saved_runs.write_run(tmp_path, columns)
     line = run_export(config, tmp_path / f"town{suffix}", "--tile-size", 1.5)
     index = json.loads((tmp_path / "town" / "index.json").read_text())
-    assert f"Wrote {tmp_path / 'town' / 'index.json'}: 399 splats, {len(index['tiles'])} tiles" in line
+    assert f"Wrote {tmp_path / 'town' / 'index.json'}: 399 Gaussians, {len(index['tiles'])} tiles" in line
     read = {".ply": saved_runs.read_ply, ".splat": saved_runs.read_splat, ".spz": saved_runs.read_spz}[suffix]
     good = np.flatnonzero(np.arange(ROWS) != 7)
     means = columns["means"].double().numpy()
@@ -121,7 +121,7 @@ def test_a_file_with_too_many_rows_for_its_format_is_refused_and_tiles_of_them_a
     monkeypatch.setattr(write.SpzFormat, "most_rows", 399)
     config = saved_runs.write_run(tmp_path, saved_runs.random_columns(400, 0))
     line = run_export(config, tmp_path / "town.spz", fails=True)
-    assert "400 splats are more than one .spz file can hold. Give --max-splats, or a --tile-size." in line
+    assert "400 Gaussians are more than one .spz file can hold. Give --max-splats, or a --tile-size." in line
     line = run_export(config, tmp_path / "town.spz", "--tile-size", 1e4, "--crop", 0, -9, -9, 9, 9, 9)
     assert "4 tiles" in line
     run_export(config, tmp_path / "town.spz", "--max-splats", 399)

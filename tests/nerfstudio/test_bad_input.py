@@ -237,9 +237,11 @@ def test_all_bad_images_are_listed_not_just_the_first(tmp_path: Path) -> None:
     cut(tmp_path / "data" / "images" / spoiled[1])
     Image.new("RGB", (32, 24)).save(tmp_path / "data" / "images" / spoiled[2])
     text = train(tmp_path / "data", tmp_path / "out")
-    assert text.splitlines()[0].startswith("mgpu-splat: 3 problems")
-    for line, name in zip(text.splitlines()[1:], spoiled, strict=True):
+    title, *lines, advice = text.splitlines()
+    assert title.startswith("mgpu-splat: 3 problems")
+    for line, name in zip(lines, spoiled, strict=True):
         assert name in line
+    assert advice.startswith("Bad frames can be left out instead")
 
 
 @pytest.mark.usefixtures("never_starts")

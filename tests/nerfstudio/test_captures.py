@@ -185,9 +185,10 @@ def test_a_folder_far_from_any_capture_is_answered_with_what_makes_one(tmp_path:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_leaving_bad_frames_out_is_not_advised_where_they_are(
+def test_leaving_bad_frames_out_is_advised_once_and_not_where_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], skip: bool
 ) -> None:
+    """Each line of the list ended with the same option."""
     made = scene.write_nerfstudio(tmp_path, images=6, points=50)
     images = [tmp_path / "images" / name for name in made.names]
     images[1].unlink()
@@ -209,7 +210,31 @@ def test_leaving_bad_frames_out_is_not_advised_where_they_are(
         assert path.name in said
     assert said.count("Restore the file") == 3
     assert "Remove them from the file" in said
-    assert said.count("on-bad-image skip") == (0 if skip else 4)
+    if skip:
+        assert "on-bad-image" not in said
+    else:
+        *problems, advice = said.splitlines()[1:]
+        assert len(problems) == 4
+        assert "on-bad-image" not in "".join(problems)
+        assert advice == (
+            "Bad frames and seed points can be left out instead: --pipeline.datamanager.on-bad-image skip."
+        )
+
+
+@pytest.mark.parametrize(("bad", "advised"), [(1, True), (4, False)])
+def test_leaving_bad_frames_out_is_advised_where_it_leaves_some(
+    bad: int, advised: bool, tmp_path: Path
+) -> None:
+    made = scene.write_nerfstudio(tmp_path, images=4)
+    for name in made.names[:bad]:
+        (tmp_path / "images" / name).write_bytes(b"")
+    with pytest.raises(checks.DatasetError) as refused:
+        parse(tmp_path)
+    said = str(refused.value)
+    assert said.endswith(
+        " Restore the file. Bad frames can be left out instead: --pipeline.datamanager.on-bad-image skip."
+    ) == (bad == 1)
+    assert ("on-bad-image" in said) == advised
 
 
 @pytest.mark.parametrize("size", [(64, 48), (63, 47)])

@@ -274,6 +274,25 @@ def test_a_folder_that_is_not_there_and_a_run_in_the_place_of_its_checkpoints_ar
         checkpoint.find(tmp_path)
 
 
+@pytest.mark.parametrize("given", ["outputs", "outputs/town", "outputs/town/mgpu-splat"])
+def test_the_newest_run_below_a_folder_is_meant(given: str, tmp_path: Path) -> None:
+    """Newest by when it was saved; a run that has saved nothing is none."""
+    method = tmp_path / "outputs" / "town" / "mgpu-splat"
+    for name, steps, saved in (("b", (1, 3), 2_000), ("a", (2,), 3_000), ("c", (9,), 1_000)):
+        for step in steps:
+            path = checkpoint.save(
+                {"step": step, "pipeline": {}}, method / name / "nerfstudio_models", step, True
+            )
+            os.utime(path, (saved, saved))
+    (method / "d" / "nerfstudio_models").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.find(tmp_path / given)
+    assert str(refused.value) == (
+        f"{tmp_path / given} has no checkpoint. Did you mean {method / 'a' / 'nerfstudio_models'}? That is the newest of 3 runs "
+        "in there."
+    )
+
+
 def test_gaussians_are_counted_where_the_checkpoint_does_not_say_how_many() -> None:
     """Those of splatfacto: the memory of a resumed run was that of its seeds."""
     means = {"_model.gauss_params.means": torch.zeros(7, 3)}

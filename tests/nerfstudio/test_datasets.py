@@ -82,12 +82,14 @@ def start(config: MgpuSplatTrainerConfig) -> MgpuSplatDatamanager:
 
 
 def check_sentence(case: Case, text: str) -> None:
-    """A sentence of ours, with the words it should have, one line a problem, and no traceback."""
+    """A sentence of ours, with the words it should have, one line a problem, at most one of advice below, and no traceback."""
     assert text.startswith("mgpu-splat: ")
     assert "Traceback" not in text
     for words in case.says:
         assert words in text
     first, *rest = text.splitlines()
+    if rest and rest[-1].startswith("Bad "):
+        assert rest.pop().endswith(" can be left out instead: --pipeline.datamanager.on-bad-image skip.")
     assert all(line.startswith("  - ") for line in rest)
     if rest:
         assert f"{len(rest)} problems" in first

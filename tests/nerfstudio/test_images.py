@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -133,6 +135,36 @@ def test_cache_stays_within_its_bytes_and_drops_the_least_recently_used() -> Non
     cache.get(1)
     assert loads == [0, 1, 2, 3, 1]
     cache.close()
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from ns_mgpu_splat.data.cache import BoundedCache
+
+class Interrupted(threading.Thread):
+    def start(self):
+        super().start()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # the answer comes before the pool has heard of the thread
+
+threading.Thread = Interrupted
+cache = BoundedCache(lambda index: index, lambda value: 1, 10)
+try:
+    {ask}
+except KeyboardInterrupt:
+    print("answered")
+threading.Thread = Interrupted.__base__
+assert cache.get(7) == 7
+"""
+
+
+@pytest.mark.parametrize("ask", ["cache.get(3)", "cache.prefetch([3])"])
+def test_an_interrupt_while_a_thread_of_the_cache_starts_is_answered_and_the_process_ends(ask: str) -> None:
+    """Ctrl-C as the first held-out image was asked for said "Ended." and left a process that waited for that thread."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(ask=ask)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "answered\n", "")
 
 
 def test_knowing_the_order_the_cache_finds_as_many_as_it_holds() -> None:

@@ -226,6 +226,24 @@ def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert sum(line.startswith(shard) for line in lines) == 1
 
 
+def test_lines_end_where_the_terminal_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pages` had 154 columns in one of 80. A path stays in one piece, and without a terminal so does each line."""
+    config = write_run(tmp_path / "a folder with so long a name that it goes beyond the end", columns(20_000))
+    assert info.main([str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith(" ") for line in lines)
+    monkeypatch.setattr("ns_mgpu_splat.nerfstudio.say.columns_of", lambda _: 80)
+    assert info.main([str(config)]) == 0
+    broken = capsys.readouterr().out
+    for line in broken.splitlines():
+        assert len(line) <= 80 or line.split("  ")[0] in ("config", "checkpoint")
+    indent = lines[0].index(str(config))
+    assert broken.replace("\n" + " " * indent, " ").splitlines() == lines
+    assert len(broken.splitlines()) > len(lines)
+
+
 def test_the_shards_lines_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two shards with as many rows had "1 page (2 MiB to render)" and "6 pages (12 MiB)", and 3 MiB of rows each."""
     rows, mib = 60_000, 60_000 * 236 / 2**20

@@ -286,7 +286,7 @@ def test_the_legacy_viewer_is_refused(trained: Path, monkeypatch: pytest.MonkeyP
     from nerfstudio.viewer_legacy.server.viewer_state import ViewerLegacyState
 
     config, pipeline, _, _ = eval_setup(trained)
-    with pytest.raises(SystemExit, match="viewer_legacy shows no splats"):
+    with pytest.raises(SystemExit, match="viewer_legacy shows no Gaussians"):
         ViewerLegacyState(config.viewer, log_filename=Path(), datapath=Path(), pipeline=pipeline)
 
 

@@ -23,6 +23,7 @@ from ns_mgpu_splat.data.images import ImageError
 from ns_mgpu_splat.nerfstudio.checkpoint import CheckpointError
 from ns_mgpu_splat.nerfstudio.config import mgpu_splat
 from ns_mgpu_splat.nerfstudio.console import ProgressWriter, ProgressWriterConfig
+from ns_mgpu_splat.nerfstudio.pipeline import EvaluationStopped
 from ns_mgpu_splat.nerfstudio.step_clock import StepClock
 from ns_mgpu_splat.nerfstudio.steps import StepResult
 from ns_mgpu_splat.nerfstudio.trainer import MgpuSplatTrainer
@@ -79,6 +80,17 @@ def test_the_last_step_is_saved_once_and_before_it_is_evaluated(
     assert events == ["step 0", "step 1", "step 2", "save 2", "evaluate"]
 
 
+def test_a_run_that_has_all_its_steps_does_not_say_that_it_trained(
+    trainer: MgpuSplatTrainer, events: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer._start_step, trainer._saved_step = STEPS, STEPS - 1
+    trainer.train()
+    assert events == ["evaluate"]
+    said = capsys.readouterr().out
+    assert "nothing to train" in said
+    assert "Trained" not in said
+
+
 def test_the_numbers_of_the_last_step_are_read_and_nothing_is_said_after_its_line(
     trainer: MgpuSplatTrainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +131,44 @@ def test_a_failing_evaluation_costs_no_run(
     trainer.train()
     assert events[-1] == "save 2"
     assert "held_out.png cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "ending", ["a signal that steps saw", "Ctrl-C while it says how long", "Ctrl-C twice"]
+)
+def test_an_end_after_the_last_step_is_said_and_is_no_error(
+    ending: str,
+    trainer: MgpuSplatTrainer,
+    events: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C in the milliseconds after the last save ended in the traceback of an evaluation that was stopped."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def stopped(step: int) -> None:
+        raise EvaluationStopped
+
+    answers: list[object] = []
+    monkeypatch.setattr(
+        "ns_mgpu_splat.nerfstudio.trainer.let_interrupts_end", lambda: answers.append("at once")
+    )
+    if ending == "a signal that steps saw":
+        trainer.pipeline.get_average_eval_image_metrics = stopped
+    else:
+        monkeypatch.setattr(trainer, "_say_how_long", interrupted)
+    if ending == "Ctrl-C twice":  # the second has no words and no traceback: it is the system's
+        monkeypatch.setattr(
+            "ns_mgpu_splat.nerfstudio.trainer.say", lambda *_, **__: events.append(str(answers))
+        )
+    trainer.train()
+    assert events[3] == "save 2"
+    if ending == "Ctrl-C twice":
+        assert events[4:] == ["['at once']"]
+    else:
+        assert f"Ended. Step 3 is saved in {trainer.checkpoint_dir}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("start", [0, 2])

@@ -128,13 +128,13 @@ def test_only_rows_that_are_not_finite_are_left_out(tmp_path: Path, caplog: pyte
     keep = [row for row in range(41) if row not in broken.values()]
     with caplog.at_level(logging.WARNING, logger="ns_mgpu_splat"):
         assert SplatTable.from_columns(**columns).to_ply(tmp_path / "splats.ply") == 35
-    assert "splats.ply: 6 of 41 splats have values that are not finite" in caplog.text
+    assert "splats.ply: 6 of 41 Gaussians have values that are not finite" in caplog.text
     write_with_plyfile(tmp_path / "other.ply", columns)
     for name in ("splats.ply", "other.ply"):
         table = SplatTable.from_ply(tmp_path / name)
         for column in COLUMNS:
             assert torch.equal(table.named_columns()[column].detach().cpu(), columns[column][keep])
-    assert "other.ply: 6 of 41 splats" in caplog.text
+    assert "other.ply: 6 of 41 Gaussians" in caplog.text
 
 
 def test_writing_replaces_a_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

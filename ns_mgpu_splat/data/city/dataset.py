@@ -72,7 +72,7 @@ def write_city(
     Args:
         out: made if missing; must be empty, or hold an earlier town with `overwrite`.
         overwrite: replace the earlier town's files; other files in `out` stay as they are.
-        progress: told about each picture and chunk of splats.
+        progress: told about each picture and chunk of Gaussians.
     Returns: the names of the files written, relative to `out`.
     Raises: CityError with one sentence; RaycastUnavailable if pictures are wanted and open3d cannot be imported.
     """
@@ -98,7 +98,7 @@ def write_city(
                 nonlocal done
                 done += count
                 if progress:
-                    progress("Splats", done, options.splats)
+                    progress("Gaussians", done, options.splats)
 
             splats.write_splats(town, options.splats, stage / "splats.ply", options.seed, tell)
         description = {

@@ -32,7 +32,7 @@ class SplatSampler:
     def __init__(self, town: Town, n: int, seed: int = 0) -> None:
         """`n` is the number of Gaussians on the whole town, at least 1; raises ValueError otherwise."""
         if n < 1:
-            raise ValueError(f"Cannot sample {n} splats; ask for at least 1.")
+            raise ValueError(f"Cannot sample {n} Gaussians; ask for at least 1.")
         self.town, self.n = town, n
         self._heights = light.height_map(town)
         e1 = town.corners[:, 1] - town.corners[:, 0]
