@@ -241,7 +241,7 @@ def test_mgpu_splat_export_of_a_real_run(
     )
     assert done.returncode == 0, done.stderr
     means = column(trained_state, "means")
-    assert f"{len(means):,} splats" in done.stdout
+    assert f"{len(means):,} Gaussians" in done.stdout
     vertex = PlyData.read(str(tmp_path / "trained.ply"))["vertex"].data
     assert np.array_equal(np.stack([vertex[n] for n in "xyz"], axis=1), means)
     world_frame = ["--output", str(tmp_path / "world.ply"), "--frame", "world", "--max-splats", "500"]
