@@ -85,10 +85,6 @@ struct LargeRecord {
     met = math::make_tile_ellipse(record.mean2d, record.conic, record.opacity, ellipse);
   }
 };
-__device__ __forceinline__ int64_t first_large() {
-  return int64_t{threadIdx.x / kWarp} * gridDim.x + blockIdx.x;
-}
-__device__ __forceinline__ int64_t large_step() { return int64_t{gridDim.x} * kWarps; }
 
 // ---- what each home has in each run of tiles
 
@@ -154,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const auto large = static_cast<int64_t>(*how.large);
   const int64_t large_weight = large < kSampledLargeFrom || how.all_large ? 1 : kSample;
-  for (int64_t i = first_large(); i * large_weight < large; i += large_step()) {
+  for (int64_t i = warp_of_launch(); i * large_weight < large; i += warps_of_launch()) {
     const int64_t r = in.large[i * large_weight];
     const LargeRecord of(in, r);
     if (!of.met) continue;
@@ -337,7 +333,7 @@ __global__ void __launch_bounds__(kThreads)
   LaneRange own;  // of range `lane`
   uint32_t met = 0;
 
-  for (int64_t i = first_large(); i < large; i += large_step()) {
+  for (int64_t i = warp_of_launch(); i < large; i += warps_of_launch()) {
     const int64_t r = in.large[i];
     const LargeRecord of(in, r);
     const uint32_t mask = mark_large(in, of, range_runs, own);

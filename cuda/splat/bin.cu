@@ -374,8 +374,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int64_t found = static_cast<int64_t>(*out.large_count);
   const int64_t parts = found < out.large_room ? found : out.large_room;
-  for (int64_t i = int64_t{threadIdx.x / kWarp} * gridDim.x + blockIdx.x; i < parts;
-       i += int64_t{gridDim.x} * kWarps) {
+  for (int64_t i = warp_of_launch(); i < parts; i += warps_of_launch()) {
     const LargePart of = out.large[i];
     const uint16_t* const rect = out.cover[of.record].tile_rect;
     const int first = rect[1] + of.part * kPartRows;

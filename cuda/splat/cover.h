@@ -10,6 +10,13 @@ namespace mgpu::splat {
 
 constexpr int kTallRows = 8;  // rows of tiles; a taller record is spread over its warp
 
+// This warp's number among those of the launch, which go round the blocks, and how many there are. Large
+// records are neighbours: warps that take them in turn have as many each.
+__device__ __forceinline__ int64_t warp_of_launch() {
+  return int64_t{threadIdx.x / kWarp} * gridDim.x + blockIdx.x;
+}
+__device__ __forceinline__ int64_t warps_of_launch() { return int64_t{gridDim.x} * kWarps; }
+
 // Places in the mask of a small rectangle of tiles, row by row.
 struct MaskPlaces {
   float inverse;
