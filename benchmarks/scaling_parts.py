@@ -265,7 +265,8 @@ def host_times(scene: Scene, steps: list[list[Any]]) -> dict[str, float]:
 
 def kernel_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
     """`kernels_ms`, by torch's profiler: kernels, copies and fills of a step, in sum over all shards; `launches` of them, and
-    `kernels`, each one's milliseconds."""
+    `kernels`, each one's milliseconds. After a pass over the same steps: rooms for records shrink from step to step, and one step
+    in between would have "project" done twice in another."""
 
     def work() -> None:
         for cameras in steps:
@@ -273,7 +274,6 @@ def kernel_times(scene: Scene, steps: list[list[Any]]) -> dict[str, Any]:
         everything_done()
 
     with stage_timing(None):
-        work()  # rooms for records are as large as these cameras want them
         found = profiled(work, len(steps))
     kernels = found.by_short_name()
     return {
@@ -434,7 +434,7 @@ class Stages(Strong):
             for kind in scene.cameras:
                 for batch in self.batch_sizes():
                     steps = scene.batches(kind, batch, self.views)
-                    for cameras in steps:  # rooms for records are as large as these want them
+                    for cameras in steps:  # whole passes from here on: kernel_times says why
                         scene.step(cameras)
                     mgpu().reset_link_stats()
                     times = stage_times(scene, steps)
