@@ -58,9 +58,8 @@ class BoundedCache(Generic[Value]):
                     self._begin(index)
 
     def _begin(self, index: int) -> Future[Value]:
-        with (
-            _interrupts_after()
-        ):  # one while the pool starts a thread leaves it unknown to the pool: the process would not end
+        # an interrupt while the pool starts a thread leaves it unknown to the pool: the process would not end
+        with _interrupts_after():
             self._coming[index] = self._pool.submit(self._load, index)
         return self._coming[index]
 

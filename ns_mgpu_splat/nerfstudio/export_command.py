@@ -117,7 +117,7 @@ def _export(args: argparse.Namespace) -> str:
             file=sys.stderr,
         )
     if done.misfits:
-        who = "1 Gaussian has" if done.misfits == 1 else f"{done.misfits:,} Gaussians have"
+        who = f"{counted(done.misfits, 'Gaussian')} {'has' if done.misfits == 1 else 'have'}"
         print(f"{kName}: {who} {done.misfit}. The nearest one was written.", file=sys.stderr)
     return _summary(done, frame.name, frame.offset.tolist())
 
